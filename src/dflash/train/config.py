@@ -1,0 +1,148 @@
+"""The training recipe: one validated YAML file plus `section.key=value` overrides.
+
+Every field has one default, written here; an unknown key is an error. The resolved recipe is stored beside the
+weights so that a run can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dflash.errors import ConfigError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NetworkConfig(_Section):
+    """Shape of a draft that starts from the target (ignored with `init`, which brings its own shape)."""
+
+    num_layers: int = Field(3, ge=1, description="Draft layers.")
+    block_size: int = Field(8, ge=2, description="B: slots per block, anchor slot included.")
+    target_layer_ids: list[int] | None = Field(
+        None, description="Taps z (output of decoder layer z); default: evenly spread, the last layer included."
+    )
+    num_taps: int = Field(5, ge=1, description="How many taps to spread when target_layer_ids is not given.")
+    mask_token_id: int | None = Field(
+        None, description="Id for mask slots; default: a special token of the tokenizer that no template uses."
+    )
+    draft_vocabulary_size: int = Field(
+        0, ge=0, description="Score only the most frequent answer tokens (rows of the target's head); 0 = all."
+    )
+    num_attention_heads: int | None = Field(None, ge=1, description="Query heads; default: the target's.")
+    num_key_value_heads: int | None = Field(None, ge=1, description="Key/value heads; default: the target's.")
+    intermediate_size: int | None = Field(None, ge=1, description="Feed-forward width; default: the target's.")
+    start: Literal["target", "routed", "random"] = Field(
+        "target",
+        description="target: layers copied from the target's last; routed: attention made to find the anchor and the "
+        "latest context rows; random: small normal weights.",
+    )
+
+
+class DataConfig(_Section):
+    """What is learnt from."""
+
+    answers: list[Path] = Field(description="Files or folders of answers made by `dflash prepare`.")
+    max_length: int = Field(512, ge=8, description="Longer sequences are cut (tokens, prompt included).")
+    num_anchors: int = Field(128, ge=1, description="Blocks per sequence and epoch, drawn anew each time.")
+    held_out: int = Field(64, ge=1, description="Sequences kept apart for evaluation.")
+    split_seed: int = Field(0, description="Which sequences are held out and which the limit keeps.")
+    limit: int | None = Field(None, description="Use only the first so many sequences (after shuffling).")
+    features: Literal["online", "cached"] = Field(
+        "online", description="Compute features in each step, or keep them on disk after the first visit."
+    )
+    features_folder: Path | None = Field(None, description="Where cached features live; default: <out>/features.")
+
+
+class OptimizerConfig(_Section):
+    """AdamW with warm-up and decay."""
+
+    learning_rate: float = Field(1e-3, gt=0)
+    min_learning_rate: float = Field(1e-5, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="constant ends with a linear decay.")
+    decay_share: float = Field(0.2, gt=0, le=1, description="Share of the steps in the linear end of constant.")
+    warmup_steps: int = Field(100, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    sequences_per_step: int = Field(4, ge=1, description="Sequences per optimizer step (accumulated).")
+    micro_batch: int = Field(1, ge=1, description="Sequences per forward; larger on a GPU.")
+
+
+class LossConfig(_Section):
+    """Weighted cross-entropy of methods §1.4."""
+
+    gamma: float = Field(4.0, gt=0, description="Slot i weighs exp(-(i-1)/gamma).")
+    distill: float = Field(
+        0.0, ge=0, le=1, description="Share of the target's own distribution in the label (0 = hard labels only)."
+    )
+
+
+class TrainConfig(_Section):
+    """The whole recipe."""
+
+    target: str = Field(description="Target: hub id, folder, GGUF file or built-in name.")
+    out: Path = Field(description="Folder of the run: checkpoints, metrics, exported draft.")
+    init: str | None = Field(None, description="Continue from this v1 draft instead of starting from the target.")
+    network: NetworkConfig = NetworkConfig()  # type: ignore[call-arg]
+    data: DataConfig
+    optimizer: OptimizerConfig = OptimizerConfig()  # type: ignore[call-arg]
+    loss: LossConfig = LossConfig()  # type: ignore[call-arg]
+    steps: int = Field(2000, ge=1, description="Optimizer steps in all (the cosine's length).")
+    max_minutes: float | None = Field(None, gt=0, description="Stop (checkpointed, exported) after so long.")
+    seed: int = 0
+    device: str | None = None
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Compute type of the forward passes; weights stay float32. Default: the machine's fast one."
+    )
+    num_threads: int | None = Field(None, ge=1)
+    checkpoint_every: int = Field(200, ge=1, description="Steps between checkpoints.")
+    evaluate_every: int = Field(500, ge=1, description="Steps between evaluations by the real decode loop.")
+    evaluate_prompts: int = Field(16, ge=0, description="Held-out prompts decoded per evaluation.")
+    evaluate_tokens: int = Field(128, ge=2, description="New tokens per evaluated prompt.")
+    log_every: int = Field(10, ge=1)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a YAML recipe and apply `section.key=value` overrides (values are YAML).
+
+    Raises ConfigError for an unreadable file, a malformed override or an invalid or unknown key.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold a mapping of recipe keys.")
+    for override in overrides:
+        _apply(raw, override)
+    try:
+        return TrainConfig.model_validate(raw)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"recipe {path}: {problems}.") from error
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override '{override}' must look like section.key=value.")
+    *sections, last = key.split(".")
+    node = raw
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override '{override}': {section} is not a section.")
+        node = child
+    try:
+        node[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override '{override}': the value is not valid YAML.") from error

@@ -1,0 +1,59 @@
+"""Write a trained network as a z-lab v1 draft folder, with what is needed to make it again."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from dflash.backends.torch.draft_model import DraftModel
+from dflash.core.draft_config import CONFIG_FILE, WEIGHTS_FILE
+from dflash.train.config import TrainConfig
+from dflash.train.jsonl import write_atomically, write_json_atomically
+
+RECIPE_FILE, PROVENANCE_FILE = "recipe.yaml", "provenance.json"
+
+
+def export_draft(network: DraftModel, folder: Path, config: TrainConfig, facts: dict[str, object]) -> None:
+    """Write config.json, bf16 weights, the draft vocabulary, the resolved recipe and the provenance."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in network.state_dict().items()}
+    partial = folder / f".{WEIGHTS_FILE}.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.replace(folder / WEIGHTS_FILE)
+    if network.config.draft_vocabulary_file is not None:
+        assert network.vocabulary is not None
+        write_json_atomically(folder / network.config.draft_vocabulary_file, list(network.vocabulary))
+    write_json_atomically(folder / CONFIG_FILE, network.config.to_json())
+    write_recipe(folder / RECIPE_FILE, config)
+    write_json_atomically(folder / PROVENANCE_FILE, provenance() | facts)
+
+
+def write_recipe(path: Path, config: TrainConfig) -> None:
+    """The resolved recipe as YAML."""
+    text = yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False)
+    write_atomically(path, text.encode())
+
+
+def provenance() -> dict[str, object]:
+    """Command and versions of this run; paths are left out of the command but its last part."""
+    packages = ("dflash", "torch", "transformers", "safetensors", "numpy")
+    versions: dict[str, str] = {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    return {
+        "command": command,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "packages": versions,
+    }

@@ -1,0 +1,206 @@
+"""From a recipe to everything a run needs: target, data, network, frozen head and feature source.
+
+Knows how defaults are derived from the target (taps, mask id, shape) and how a new draft starts; the loop that uses it
+all is `trainer.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash.backends.torch.compat import text_config
+from dflash.backends.torch.draft_model import DraftModel, load_draft
+from dflash.backends.torch.loading import LoadedTarget, check_pair, open_target, set_threads
+from dflash.core.draft_config import DraftConfig
+from dflash.errors import ConfigError, UnsupportedModel
+from dflash.resolve import Progress, resolve_draft, resolve_target
+from dflash.train import warm_start
+from dflash.train.config import NetworkConfig, TrainConfig
+from dflash.train.data import Dataset, load_dataset
+from dflash.train.features import CachedFeatures, FeatureSource, OnlineFeatures, cache_gigabytes
+from dflash.train.step import FrozenHead
+from dflash.train.vocabulary import most_frequent
+
+logger = logging.getLogger(__name__)
+
+VOCABULARY_FILE = "draft_vocabulary.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the trainer works on."""
+
+    target: LoadedTarget
+    data: Dataset
+    network: DraftModel
+    head: FrozenHead
+    features: FeatureSource
+    device: torch.device
+    compute_dtype: torch.dtype
+
+    def autocast(self) -> Any:
+        """Context for forward passes: bfloat16 where the recipe or machine says so; weights stay float32."""
+        if self.compute_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+
+def prepare_run(config: TrainConfig, progress: Progress | None = None) -> Run:
+    """Load and build everything. Raises DFlashError subclasses with the cure for whatever does not fit."""
+    set_threads(config.num_threads)
+    target = open_target(config.target, dtype=config.dtype, device=config.device, progress=progress)
+    target.model.requires_grad_(False)
+    decoder_layers(target.model)
+    data = load_dataset(
+        config.data.answers,
+        max_length=config.data.max_length,
+        held_out=config.data.held_out,
+        limit=config.data.limit,
+        seed=config.data.split_seed,
+    )
+    network = _network(config, target, data)
+    device = target.model.device
+    check_pair(network.config, target.model, draft_name=config.init or "the new draft", target_name=config.target)
+    head = frozen_head(target.model, network)
+    features = feature_source(config, target.model, network.config.target_layer_ids, data)
+    return Run(target, data, network.to(device).train(), head, features, device, target.model.dtype)
+
+
+def decoder_layers(model: Any) -> Sequence[nn.Module]:
+    """The decoder's layers; UnsupportedModel where they are not found by convention."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UnsupportedModel(f"the decoder of {type(model).__name__} has no list `layers`; no draft can be trained.")
+    return list(layers)
+
+
+def frozen_head(model: Any, network: DraftModel) -> FrozenHead:
+    """The target's embedding, norm and (possibly reduced) head in the form the training step uses."""
+    weight: Tensor = model.get_output_embeddings().weight
+    rows = torch.full((weight.shape[0],), -1, device=weight.device)
+    if network.vocabulary is None:
+        rows = torch.arange(weight.shape[0], device=weight.device)
+    else:
+        kept = torch.tensor(network.vocabulary, device=weight.device)
+        rows[kept] = torch.arange(len(kept), device=weight.device)
+        weight = weight[kept].contiguous()
+    return FrozenHead(model.get_input_embeddings().weight, weight, model.get_decoder().norm, rows)
+
+
+def feature_source(config: TrainConfig, model: Any, taps: Sequence[int], data: Dataset) -> FeatureSource:
+    """Online features, or the write-through cache in front of them (its final size is logged first)."""
+    online = OnlineFeatures(model.get_decoder(), decoder_layers(model), taps)
+    if config.data.features == "online":
+        return online
+    num_tokens = sum(len(s.token_ids) for s in (*data.train, *data.held_out))
+    size = cache_gigabytes(num_tokens, len(taps), text_config(model).hidden_size)
+    folder = config.data.features_folder or config.out / "features"
+    logger.info("features will take %.1f GB in %s", size, folder)
+    return CachedFeatures(online, folder, convention={"target": config.target, "taps": list(taps)})
+
+
+def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
+    """`count` layers spread evenly from layer 1 to the last one."""
+    if count >= num_layers:
+        return tuple(range(num_layers))
+    if count == 1:
+        return (num_layers - 1,)
+    return tuple(round(1 + i * (num_layers - 2) / (count - 1)) for i in range(count))
+
+
+def default_mask_id(target: LoadedTarget, used: frozenset[int]) -> int:
+    """The last special token that neither the answers nor the prompts nor the stop ids use."""
+    special = sorted(int(i) for i in target.tokenizer.added_tokens_decoder)
+    vocab_size: int = text_config(target.model).vocab_size
+    free = [i for i in special if i < vocab_size and i not in used and i != target.tokenizer.pad_token_id]
+    free = [i for i in free if i != target.tokenizer.eos_token_id]
+    if not free:
+        raise ConfigError("the tokenizer has no unused special token for mask slots; set network.mask_token_id.")
+    return free[-1]
+
+
+def _network(config: TrainConfig, target: LoadedTarget, data: Dataset) -> DraftModel:
+    if config.init is not None:
+        source = resolve_draft(config.init, resolve_target(config.target))
+        network = load_draft(source.path, torch.device("cpu"), torch.float32).requires_grad_(True)
+        return network
+    description, vocabulary = _describe(config.network, target, data)
+    network = DraftModel(description)
+    network.vocabulary = vocabulary
+    generator = torch.Generator().manual_seed(config.seed)
+    if config.network.start == "random":
+        warm_start.random_start(network, generator)
+        return network
+    layers = decoder_layers(target.model)
+    samples = data.train[:16]
+    online = OnlineFeatures(target.model.get_decoder(), layers, description.target_layer_ids)
+    features = [online.features(s.token_ids.tolist()).float().cpu() for s in samples]
+    if config.network.start == "routed":
+        embedding: Any = target.model.get_input_embeddings()
+        final_norm: Tensor = target.model.get_decoder().norm.weight
+        warm_start.start_routed(
+            network,
+            features,
+            embedding.weight.float().cpu(),
+            torch.cat([torch.from_numpy(s.token_ids) for s in samples]),
+            final_norm.float().cpu(),
+            generator,
+        )
+        return network
+    inputs = warm_start.attention_inputs(target.model, layers[-description.num_hidden_layers :], samples[0].token_ids)
+    skipped = warm_start.start_from_target(
+        network, layers, target.model.get_decoder().norm, features[0], inputs, generator
+    )
+    if skipped:
+        logger.warning("these draft tensors have no counterpart in the target and start at random: %s", skipped)
+    return network
+
+
+def _describe(
+    network: NetworkConfig, target: LoadedTarget, data: Dataset
+) -> tuple[DraftConfig, tuple[int, ...] | None]:
+    """Shape of a new draft and its vocabulary."""
+    base = text_config(target.model)
+    heads: int = base.num_attention_heads
+    head_dim: int = getattr(base, "head_dim", None) or base.hidden_size // heads
+    rope = getattr(base, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta") or getattr(base, "rope_theta", None)
+    if theta is None:
+        raise UnsupportedModel("the target's configuration has no rope_theta; this version needs rotary targets.")
+    taps = network.target_layer_ids or default_taps(base.num_hidden_layers, network.num_taps)
+    used = frozenset(int(i) for s in data.train for i in s.token_ids)
+    mask = network.mask_token_id if network.mask_token_id is not None else default_mask_id(target, used)
+    eos = getattr(target.tokenizer, "eos_token_id", None)
+    if mask in used or mask == eos:
+        raise ConfigError(f"mask_token_id {mask} occurs in the data or ends answers; choose an unused token.")
+    vocabulary = None
+    if 0 < network.draft_vocabulary_size < base.vocab_size:
+        answers = (s.token_ids[s.num_prompt :].tolist() for s in data.train)
+        always = () if eos is None else (eos,)
+        vocabulary = tuple(most_frequent(answers, network.draft_vocabulary_size, always))
+    return (
+        DraftConfig(
+            hidden_size=base.hidden_size,
+            num_hidden_layers=network.num_layers,
+            num_attention_heads=network.num_attention_heads or heads,
+            num_key_value_heads=network.num_key_value_heads or base.num_key_value_heads,
+            head_dim=head_dim,
+            intermediate_size=network.intermediate_size or base.intermediate_size,
+            rms_norm_eps=base.rms_norm_eps,
+            rope_theta=float(theta),
+            vocab_size=base.vocab_size,
+            block_size=network.block_size,
+            mask_token_id=mask,
+            target_layer_ids=tuple(taps),
+            num_target_layers=base.num_hidden_layers,
+            draft_vocabulary_file=VOCABULARY_FILE if vocabulary else None,
+        ),
+        vocabulary,
+    )

@@ -1,0 +1,360 @@
+"""The engine over a tiny pair on disk: lossless whatever the draft says, and no request leaves a trace.
+
+The target is a random float32 Llama, so a wrongly kept or dropped row, a shifted position or a leaked state changes
+its greedy text within a few tokens: equal ids over hundreds of tokens cannot come about by chance.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash import SamplingParams, Stats, load
+from dflash.backends.torch.engine import Engine, StreamEvent
+from dflash.cache import file_sha256
+from dflash.errors import ConfigError, PromptError
+from dflash.types import Proposal, Result
+from tests.backends import tiny_pair
+from tests.backends.tiny_pair import END, random_draft, save_draft, save_target, train_draft
+
+PROMPTS = ("Why is the sky blue?", "x", "Ein längerer Satz, mit Umlauten: äöü. " * 5)
+GREEDY = SamplingParams(max_new_tokens=60, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=1.0, seed=11)
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_draft(tmp_path_factory.mktemp("draft") / "random")
+
+
+@pytest.fixture(scope="module")
+def trained_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft that has learnt this target's greedy answers to the prompts by heart."""
+    engine = open_engine(target_folder, None)
+    network = random_draft(tiny_pair.draft_config())
+    pairs = [(engine.tokenize(prompt), engine.generate(prompt, GREEDY).token_ids) for prompt in PROMPTS]
+    tapped = load_with_taps(target_folder, network.config.target_layer_ids)
+    train_draft(network, tapped.target, pairs)
+    tapped.close()
+    return save_draft(tmp_path_factory.mktemp("draft") / "trained", network)
+
+
+@pytest.fixture(scope="module")
+def engine(target_folder: Path, draft_folder: Path) -> Engine:
+    return open_engine(target_folder, draft_folder)
+
+
+def open_engine(target: Path, draft: Path | None, **options: Any) -> Engine:
+    return load(target, draft, **{"dtype": "float32", "device": "cpu", "num_threads": 1, **options})
+
+
+def load_with_taps(target: Path, taps: Sequence[int]) -> Engine:
+    engine = open_engine(target, None)
+    engine.target = type(engine.target)(engine.target.model, taps=taps)
+    return engine
+
+
+class ScriptedDrafter:
+    """Proposes the first `right()` tokens of the true continuation and wrong ones after them."""
+
+    def __init__(self, truth: Sequence[int], seed: int) -> None:
+        self.truth, self.draw, self.seen = truth, random.Random(seed), 0
+        self.max_proposal = 7
+
+    def session(self) -> ScriptedDrafter:
+        return self
+
+    def observe(self, token_ids: Sequence[int], features: object) -> None:
+        self.seen += len(token_ids)
+
+    def propose(self, anchor: int, budget: int) -> Proposal:
+        true = self.truth[self.seen + 1 : self.seen + 1 + budget]
+        right = self.draw.randint(0, budget)
+        wrong = [(token + 1 + self.draw.randrange(200)) % 256 for token in true[right:]]
+        return Proposal((*true[:right], *wrong))
+
+
+# Lossless
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_random_and_trained_drafts_change_nothing(
+    prompt: str, params: SamplingParams, target_folder: Path, draft_folder: Path, trained_folder: Path
+) -> None:
+    """The promise itself: same ids and text with a useless and with a good draft, greedy and at a temperature."""
+    accepted = {}
+    for folder in (draft_folder, trained_folder):
+        pair = open_engine(target_folder, folder)
+        plain = pair.generate(prompt, params, use_draft=False)
+        drafted = pair.generate(prompt, params)
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.text == plain.text
+        assert plain.stats.num_proposed == 0 < drafted.stats.num_proposed
+        accepted[folder] = drafted.stats.num_accepted
+        pair.close()
+    if params is GREEDY:  # otherwise the equality above would only have tested rejections
+        assert accepted[trained_folder] > 20 > accepted[draft_folder]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("seed", range(2))
+def test_adversarial_draft_changes_nothing(seed: int, exact: bool, engine: Engine) -> None:
+    """Every mixture of right and wrong tokens, so that each number of kept rows occurs, across the 512-key bucket."""
+    params = SamplingParams(max_new_tokens=520, ignore_eos=True)
+    prompt_ids = engine.tokenize("abc")
+    plain = engine.generate(prompt_ids=prompt_ids, params=params, use_draft=False, exact=False)
+    truth = [*prompt_ids, *plain.token_ids]
+    fake = Engine(
+        target=engine.target,
+        drafter=ScriptedDrafter(truth, seed),  # type: ignore[arg-type]
+        tokenizer=engine.tokenizer,
+        eos_ids=engine.eos_ids,
+        info=engine.info,
+    )
+    drafted = fake.generate(prompt_ids=prompt_ids, params=params, exact=exact)
+    assert drafted.token_ids == plain.token_ids
+    assert set(drafted.stats.acceptance_lengths) == set(range(1, 9))
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 8, 64])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"temperature": 0.8, "top_k": 20, "seed": 5},
+        {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3, "seed": 2**62},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {65: 3.0, 66: float("-inf")}},
+    ],
+)
+def test_same_text_at_any_width(width: int, extra: dict[str, Any], target_folder: Path, trained_folder: Path) -> None:
+    """Draws are keyed by position and penalties see the hypothetical prefix: how much was proposed must not show."""
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, **extra)
+    pair = open_engine(target_folder, trained_folder, width=width)
+    drafted = pair.generate(PROMPTS[0], params)
+    plain = pair.generate(PROMPTS[0], params, use_draft=False)
+    assert drafted.token_ids == plain.token_ids
+    assert max(drafted.stats.acceptance_lengths) <= width
+    assert len(drafted.stats.proposed_per_slot) == min(width, 8) - 1
+    pair.close()
+
+
+def test_seed_matters(engine: Engine) -> None:
+    """Otherwise the equality of sampled texts above would be empty."""
+    texts = {engine.generate("hi", SamplingParams(temperature=1.0, seed=seed)).text for seed in range(4)}
+    assert len(texts) == 4
+
+
+def test_bf16_is_exact_where_the_probe_says_so(target_folder: Path, trained_folder: Path) -> None:
+    """In bf16 near-ties are frequent; only forwards of the same width class give the same text (engines §7)."""
+    pair = open_engine(target_folder, trained_folder, dtype="bfloat16")
+    assert pair.info.dtype == "bfloat16"
+    if not pair.info.exact:
+        assert pair.info.exactness is not None
+        pytest.skip(f"not possible on this device: {pair.info.exactness.reason}")
+    for prompt in PROMPTS:
+        assert pair.generate(prompt, GREEDY).token_ids == pair.generate(prompt, GREEDY, use_draft=False).token_ids
+
+
+# Requests leave no trace
+
+
+def test_a_b_a(engine: Engine) -> None:
+    """State kept in module or engine shows when a request is repeated after another one (pitfall A13)."""
+    first = engine.generate(PROMPTS[0], GREEDY)
+    engine.generate(PROMPTS[2], SAMPLED)
+    again = engine.generate(PROMPTS[0], GREEDY)
+    assert again.token_ids == first.token_ids
+    assert again.stats.acceptance_lengths == first.stats.acceptance_lengths
+
+
+@pytest.mark.parametrize("num_events", [0, 1, 2, 5])
+def test_cancelled_request_leaves_no_trace(num_events: int, engine: Engine) -> None:
+    """Ctrl-C at any round, then reuse (pitfall D7); what was shown is a prefix of the whole."""
+    whole = engine.generate(PROMPTS[0], GREEDY)
+    stream = engine.stream(PROMPTS[0], GREEDY)
+    events = [next(stream) for _ in range(num_events)]
+    stream.close()
+    if events:
+        assert events[-1].stats.finish_reason == "cancelled"
+    ids = [token for event in events for token in event.token_ids]
+    assert ids == whole.token_ids[: len(ids)]
+    assert engine.generate(PROMPTS[0], GREEDY).token_ids == whole.token_ids
+
+
+def test_interleaved_requests(engine: Engine) -> None:
+    """Two open streams share weights and hooks only."""
+    alone = [engine.generate(prompt, GREEDY).token_ids for prompt in PROMPTS[:2]]
+    streams = [engine.stream(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    together: list[list[int]] = [[], []]
+    running = [0, 1]
+    while running:
+        for index in list(running):
+            event = next(streams[index], None)
+            if event is None:
+                running.remove(index)
+            else:
+                together[index] += event.token_ids
+    assert together == alone
+
+
+def test_two_engines_in_one_process(engine: Engine, draft_folder: Path, tmp_path: Path) -> None:
+    """Globals or class patches would mix two targets, or break the first when the second is closed."""
+    alone = engine.generate(PROMPTS[0], GREEDY).token_ids
+    other = open_engine(save_target(tmp_path, seed=7), draft_folder)
+    mine, theirs = engine.stream(PROMPTS[0], GREEDY), other.stream(PROMPTS[0], GREEDY)
+    mixed = [next(mine).token_ids, next(theirs).token_ids]
+    assert mixed[0] == tuple(alone[: len(mixed[0])])
+    other_alone = other.generate(PROMPTS[0], GREEDY, use_draft=False).token_ids
+    theirs.close()
+    other.close()
+    assert other_alone != alone
+    assert [*mixed[0], *(token for event in mine for token in event.token_ids)] == alone
+
+
+# The request's life
+
+
+def collect(events: Sequence[StreamEvent]) -> Result:
+    return Result("".join(e.text for e in events), [t for e in events for t in e.token_ids], events[-1].stats)
+
+
+def test_stream_is_generate_in_pieces(engine: Engine) -> None:
+    """Text is whole (multi-byte characters split over rounds), counts add up, the prefill is no round."""
+    whole = engine.generate(PROMPTS[2], GREEDY)
+    parts = collect(list(engine.stream(PROMPTS[2], GREEDY)))
+    assert (parts.text, parts.token_ids) == (whole.text, whole.token_ids)
+    assert whole.text == engine.decode(whole.token_ids)
+    stats = whole.stats
+    assert stats.num_tokens == len(whole.token_ids) == 60
+    assert stats.num_prompt_tokens == len(engine.tokenize(PROMPTS[2]))
+    assert sum(stats.acceptance_lengths) == 59
+    assert stats.finish_reason == "length"
+    assert stats.prefill_seconds > 0
+    assert 0 < stats.draft_seconds + stats.verify_seconds < stats.decode_seconds
+
+
+def test_stops(engine: Engine) -> None:
+    """Own end ids, request ids and strings end the text with and without a draft; ignore_eos goes on (pitfall A4)."""
+    free = engine.generate("q", GREEDY)
+    token = free.token_ids[20]
+    first = free.token_ids.index(token)
+    with_eos = Engine(
+        target=engine.target,
+        drafter=engine.drafter,
+        tokenizer=engine.tokenizer,
+        eos_ids=frozenset({END, token}),
+        info=engine.info,
+    )
+    for use_draft in (True, False):
+        for one, params in (
+            (engine, SamplingParams(max_new_tokens=60, stop_token_ids=[token], ignore_eos=True)),
+            (with_eos, SamplingParams(max_new_tokens=60)),
+        ):
+            result = one.generate("q", params, use_draft=use_draft)
+            assert result.stats.finish_reason == "stop"
+            assert result.token_ids[-1] in (token, END)
+            assert result.token_ids == free.token_ids[: min(first + 1, len(result.token_ids))]
+        text = free.text[10:14]
+        result = engine.generate("q", SamplingParams(max_new_tokens=60, stop=[text], ignore_eos=True))
+        assert result.text == free.text[: free.text.index(text)]
+        assert result.stats.finish_reason == "stop"
+
+
+def test_end_ids_come_from_the_generation_config(tmp_path: Path) -> None:
+    """Real targets have lists of end ids; all count."""
+    engine = open_engine(save_target(tmp_path, eos_token_id=[END, 7, 9]), None)
+    assert engine.eos_ids == {END, 7, 9}
+
+
+def test_context_end(target_folder: Path, draft_folder: Path) -> None:
+    """The context fills inside a block: the last token is emitted, the next forward would be out of range."""
+    pair = open_engine(target_folder, draft_folder)
+    ids = [3] * (tiny_pair.CONTEXT - 11)
+    results = [pair.generate(prompt_ids=ids, params=GREEDY, use_draft=use) for use in (True, False)]
+    assert results[0].token_ids == results[1].token_ids
+    assert [result.stats.finish_reason for result in results] == ["length", "length"]
+    assert len(results[0].token_ids) == 11
+    pair.close()
+
+
+# Prompts and information
+
+
+def test_prompt_forms(engine: Engine) -> None:
+    """A string is one user message, raw is not; ids are taken as they are."""
+    ids = engine.tokenize("hi")
+    assert ids == engine.tokenize([{"role": "user", "content": "hi"}])
+    assert ids[0] == tiny_pair.USER
+    assert ids[-1] == tiny_pair.ASSISTANT
+    raw = engine.tokenize("hi", raw=True)
+    assert len(raw) == 2
+    assert engine.generate("hi", GREEDY).token_ids == engine.generate(prompt_ids=ids, params=GREEDY).token_ids
+    assert engine.generate("hi", GREEDY, raw=True).token_ids == engine.generate(prompt_ids=raw, params=GREEDY).token_ids
+
+
+def test_info(engine: Engine, draft_folder: Path) -> None:
+    """Records must say what ran (pitfalls B18, C8)."""
+    info = engine.info
+    assert info.draft_sha256 == file_sha256(draft_folder / "model.safetensors")
+    assert (info.block_size, info.dtype, info.device, info.num_threads) == (8, "float32", "cpu", 1)
+    assert info.exactness is not None
+    assert torch.get_num_threads() == 1
+
+
+def test_not_exact_on_request(target_folder: Path, draft_folder: Path) -> None:
+    """exact=False skips the probe and cannot be asked for exactness later: every option has an effect or raises."""
+    pair = open_engine(target_folder, draft_folder, exact=False)
+    assert pair.info.exactness is None
+    assert not pair.info.exact
+    assert len(pair.generate("hi", GREEDY).token_ids) == 60
+    with pytest.raises(ConfigError, match="exact=True"):
+        pair.stream("hi", exact=True)
+    pair.close()
+
+
+def test_steps_are_reported(target_folder: Path, draft_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Loading tells the callback what it does and draws nothing itself."""
+    seen: list[str] = []
+    open_engine(target_folder, draft_folder, progress=lambda what, share: seen.append(what)).close()
+    steps = list(dict.fromkeys(seen))
+    assert [re.sub(r" /.*", "", step) for step in steps] == ["loading", "checking bit-exactness", "loading draft"]
+    assert capfd.readouterr().err == ""
+
+
+def test_prompt_errors_come_at_once(engine: Engine) -> None:
+    """Before the first round is asked for, so that a server can answer with an error instead of a broken stream."""
+    bad: tuple[dict[str, Any], ...] = (
+        {},
+        {"prompt": "a", "prompt_ids": [1]},
+        {"prompt_ids": []},
+        {"prompt": "", "raw": True},
+        {"prompt_ids": [-1]},
+        {"prompt_ids": [tiny_pair.VOCAB]},
+        {"prompt": []},
+        {"prompt": [{"role": "user"}]},
+        {"prompt": [{"role": "user", "content": "x"}], "raw": True},
+        {"prompt": [{"role": "wizard", "content": "x"}]},
+    )
+    for arguments in bad:
+        with pytest.raises(PromptError):
+            engine.stream(**arguments)
+
+
+def test_stats_are_shared_by_events(engine: Engine) -> None:
+    """A consumer that keeps only the last event has all figures."""
+    events = list(engine.stream("hi", GREEDY))
+    assert isinstance(events[0].stats, Stats)
+    assert all(event.stats is events[0].stats for event in events)
+    assert events[0].round.num_proposed == 0

@@ -1,0 +1,150 @@
+"""The width probe finds the class of forwards that give the same bits, and notices every way to break it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from dflash.backends.torch.exactness import _probe, probe
+from dflash.backends.torch.target import TorchTarget
+from dflash.types import Proposal, Verdict
+from tests.backends.tiny_targets import llama, qwen3, tokens
+
+NUDGE = 1e-5
+"""Added by the injected faults: far below what changes a text, far above one bit of these hidden states."""
+
+
+class FakeSession:
+    """A target whose row is a function of its position, nudged by a fault: the probe's logic without any kernels."""
+
+    def __init__(self, fault: Callable[[int, int, int], float]) -> None:
+        """`fault(width, offset, capacity)` is added to the row at `offset` of a forward."""
+        self.fault = fault
+        self.num_tokens = 0
+        self.capacity = 512
+
+    def reserve(self, num_tokens: int) -> None:
+        self.capacity = max(self.capacity, -(-num_tokens // 512) * 512)
+
+    def prefill(self, prompt_ids: Sequence[int]) -> Verdict:
+        self.num_tokens = len(prompt_ids)
+        return Verdict(torch.zeros(1, 3))
+
+    def verify(self, anchor: int, proposal: Proposal) -> Verdict:
+        ids = [anchor, *proposal.tokens]
+        rows = [
+            [float(token), self.num_tokens + offset, self.fault(len(ids), offset, self.capacity)]
+            for offset, token in enumerate(ids)
+        ]
+        return Verdict(torch.tensor(rows))
+
+    def commit(self, num_rows: int) -> None:
+        self.num_tokens += num_rows
+
+
+def inject(model: PreTrainedModel, fault: Callable[[torch.Tensor], torch.Tensor | float]) -> PreTrainedModel:
+    """Add `fault(hidden)` to the output [1, rows, H] of the first layer's MLP."""
+    model.get_decoder().layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + fault(output))
+    return model
+
+
+def test_probe_on_this_machine() -> None:
+    """Whatever this machine's kernels do, the answer is consistent, and it holds in use: see the next test."""
+    found = probe(llama(), max_width=16)
+    assert found.widths_tried == tuple(sorted(found.widths_tried))
+    assert found.widths_tried[-1] == 16
+    assert found.width >= 1
+    assert found.reason
+    if found.holds:
+        assert found.width < 16
+
+
+@pytest.mark.parametrize("family", [llama, qwen3])
+def test_found_class_gives_the_same_bits_in_use(family: Callable[[], PreTrainedModel]) -> None:
+    """Fault: the probe compares other forwards than decoding runs. Plain steps padded to the found width against
+    blocks with rejected tails, over forty tokens: every logits row must have the same bits."""
+    model = family()
+    found = probe(model, max_width=16)
+    if not found.holds:
+        pytest.skip(found.reason)
+    target = TorchTarget(model, exact_width=found.width)
+    text = tokens(60, seed=3)
+    plain, blocks = target.session(), target.session()
+    for each in (plain, blocks):
+        each.prefill(text[:10])
+    expected = []
+    for token in text[10:50]:
+        expected.append(plain.verify(token, Proposal()).logits[0])
+        plain.commit(1)
+    fed = 0
+    for kept in (1, 3, 8, 2, 16, 4, 6):
+        tail = tokens(16 - kept, seed=kept) if kept % 2 else []
+        logits = blocks.verify(text[10 + fed], Proposal((*text[11 + fed : 10 + fed + kept], *tail))).logits
+        for row in range(kept):
+            assert torch.equal(logits[row], expected[fed + row])
+        blocks.commit(kept)
+        fed += kept
+    assert fed == 40
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (lambda width, offset, capacity: 0, (True, 1, 1)),
+        (lambda width, offset, capacity: width == 1, (True, 2, 1)),
+        (lambda width, offset, capacity: width < 4, (True, 4, 3)),
+        (lambda width, offset, capacity: width in (5, 7), (True, 8, 7)),
+        (lambda width, offset, capacity: width == 2, (True, 3, 2)),
+        (lambda width, offset, capacity: width, (False, 1, 11)),
+        (lambda width, offset, capacity: width < 16, (False, 1, 11)),
+        (lambda width, offset, capacity: offset, (False, 1, 16)),
+        (lambda width, offset, capacity: offset > 12, (False, 1, 16)),
+        (lambda width, offset, capacity: capacity > 512, (False, 1, 1)),
+    ],
+)
+def test_logic_of_the_probe(fault: Callable[[int, int, int], float], expected: tuple[bool, int, int]) -> None:
+    """Fault: a width above a gap in the class is chosen too small (5 and 7 differ: 6 and 4 must not be chosen), or a
+    dependence on offset or storage passes. Expected: holds, width, narrowest width tried."""
+    found = _probe(FakeSession(fault), vocab_size=50, max_width=16)
+    assert (found.holds, found.width, found.widths_tried[0]) == expected
+    assert found.widths_tried[-1] == 16
+
+
+def test_injected_step_in_the_width_is_found() -> None:
+    """Fault: narrow forwards of a real model take another path, as kernels do, and the probe does not see it."""
+    found = probe(inject(llama(), lambda hidden: NUDGE if hidden.shape[1] < 6 else 0.0), max_width=16)
+    assert not found.holds or found.width >= 6
+    assert found.widths_tried[0] >= 5
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda hidden: NUDGE * hidden.shape[1],
+        lambda hidden: NUDGE * torch.arange(hidden.shape[1])[:, None],
+        lambda hidden: NUDGE * hidden.sum(dim=1, keepdim=True),
+    ],
+    ids=["width", "offset", "other rows"],
+)
+def test_injected_dependence_is_found(fault: Callable[[torch.Tensor], torch.Tensor | float]) -> None:
+    """Fault: results that depend on width, on the row's offset or on the other rows pass for exact."""
+    found = probe(inject(llama(), fault), max_width=16)
+    assert (found.holds, found.width) == (False, 1)
+    assert "not bit-exact" in found.reason
+
+
+def test_probe_leaves_the_model_as_it_was() -> None:
+    """Fault: hooks or states of the probe stay behind and slow down or change decoding."""
+    model = llama()
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    probe(model, max_width=4)
+    assert not any(layer._forward_hooks for layer in model.get_decoder().layers)
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+
+
+def test_short_contexts_limit_the_probe() -> None:
+    """Fault: the probe itself runs out of the context of a small model."""
+    assert probe(llama(max_length=16), max_width=32).widths_tried[-1] == 5

@@ -1,0 +1,165 @@
+"""Choices made at load (device, dtype, threads) and the conversion of GGUF targets."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from dflash.backends.torch.gguf import convert_in_child, converted_folder
+from dflash.backends.torch.loading import choose_device, choose_dtype, open_target, physical_cores, set_threads
+from dflash.cache import damage
+from dflash.errors import CheckpointError
+from dflash.resolve import Progress, Source
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"avx2", "avx512f"}, torch.float32),
+        ({"avx512_bf16"}, torch.bfloat16),
+        ({"amx_bf16", "amx_tile"}, torch.bfloat16),
+        ({"asimd", "bf16"}, torch.bfloat16),
+        (set(), torch.float32),
+    ],
+)
+def test_default_dtype_is_the_fast_one(flags: set[str], expected: torch.dtype) -> None:
+    """bf16 is emulated eight times slower on CPUs without bf16 units."""
+    assert choose_dtype(None, CPU, cpu_flags=frozenset(flags)) == expected
+    assert choose_dtype("auto", CPU, cpu_flags=frozenset(flags)) == expected
+    assert choose_dtype("bf16", CPU, cpu_flags=frozenset(flags)) == torch.bfloat16
+    assert choose_dtype("float32", CPU, cpu_flags=frozenset(flags)) == torch.float32
+
+
+def test_default_device() -> None:
+    """A GPU if there is one."""
+    assert choose_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert choose_device("cpu") == CPU
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="CPU affinity")
+def test_physical_cores(tmp_path: Path) -> None:
+    """Hyper-threads count once, a container's quota caps, a machine without these files counts CPUs."""
+    mine = sorted(os.sched_getaffinity(0))
+    for cpu in mine:
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text("0-999\n")
+    assert physical_cores(topology=tmp_path, quota=tmp_path / "none") == 1
+    assert physical_cores(topology=tmp_path / "none", quota=tmp_path / "none") == len(mine)
+    quota = tmp_path / "cpu.max"
+    for text, expected in (("max 100000", len(mine)), ("50000 100000", 1), ("garbage", len(mine))):
+        quota.write_text(text)
+        assert physical_cores(topology=tmp_path / "none", quota=quota) == expected
+
+
+def test_threads_keep_to_an_earlier_limit() -> None:
+    """OMP_NUM_THREADS=1 beside another job must not be overruled by the default (twenty-fold slow-down)."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert set_threads(None) == 1
+        assert set_threads(2) == torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def write_gguf(path: Path) -> dict[str, np.ndarray]:
+    """A one-layer Llama with a vocabulary of seven; returns the float32 tensors by GGUF name."""
+    hidden, inner, heads, kv_heads = 32, 64, 4, 2
+    tokens = ["<unk>", "<s>", "</s>", "a", "b", "ab", "ba"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, 1, 1, 1, 1])
+    writer.add_token_merges(["a b", "b a"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    random = np.random.default_rng(0)
+    shapes = {
+        "token_embd.weight": (len(tokens), hidden),
+        "output_norm.weight": (hidden,),
+        "output.weight": (len(tokens), hidden),
+        "blk.0.attn_norm.weight": (hidden,),
+        "blk.0.ffn_norm.weight": (hidden,),
+        "blk.0.attn_q.weight": (hidden, hidden),
+        "blk.0.attn_k.weight": (hidden // 2, hidden),
+        "blk.0.attn_v.weight": (hidden // 2, hidden),
+        "blk.0.attn_output.weight": (hidden, hidden),
+        "blk.0.ffn_gate.weight": (inner, hidden),
+        "blk.0.ffn_up.weight": (inner, hidden),
+        "blk.0.ffn_down.weight": (hidden, inner),
+    }
+    tensors = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def test_gguf_becomes_bf16_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The real conversion in its child process: silent, stored as bf16, loaded as the same values in fp32."""
+    monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "cache"))
+    tensors = write_gguf(tmp_path / "toy.gguf")
+    seen: list[str] = []
+    loaded = open_target(
+        str(tmp_path / "toy.gguf"), dtype="float32", device="cpu", progress=lambda what, share: seen.append(what)
+    )
+    assert capfd.readouterr() == ("", "")
+    assert "converting toy.gguf" in seen[0]
+    assert damage(loaded.folder, hashes=True) is None
+    assert loaded.folder.parent == tmp_path / "cache" / "targets" / "toy"
+    assert json.loads((loaded.folder / "config.json").read_text())["dtype"] == "bfloat16"
+    head = torch.from_numpy(tensors["output.weight"]).bfloat16().float()
+    assert torch.equal(loaded.model.get_output_embeddings().weight, head)
+    assert loaded.tokenizer("ab")["input_ids"][-1] == 5
+    (tmp_path / "toy.gguf").write_bytes((tmp_path / "toy.gguf").read_bytes())  # same content, new file: no conversion
+    source = Source(name="toy", path=tmp_path / "toy.gguf")
+    assert converted_folder(source, convert=must_not_run) == loaded.folder
+
+
+def must_not_run(path: Path, folder: Path, progress: Progress | None) -> None:
+    raise AssertionError("already converted")
+
+
+def test_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+    """The child's complaint becomes our message; the next start tries again."""
+    file = tmp_path / "toy.gguf"
+    file.write_bytes(b"GGUF" + bytes(100))
+    source = Source(name="toy", path=file)
+    with pytest.raises(CheckpointError, match="could not be converted"):
+        converted_folder(source, cache=tmp_path / "cache", convert=convert_in_child)
+    assert list((tmp_path / "cache" / "targets" / "toy").glob("*")) == list(
+        (tmp_path / "cache" / "targets" / "toy").glob("*.lock")
+    )
+
+
+def test_changed_package_file_is_refused(tmp_path: Path) -> None:
+    """A built-in target's digest is known: other bytes under its name are damage, not a new model."""
+    file = tmp_path / "toy.gguf"
+    file.write_bytes(b"GGUF other bytes")
+    source = Source(name="smollm2-135m", path=file, sha256="0" * 64)
+    with pytest.raises(CheckpointError, match="force-reinstall"):
+        converted_folder(source, cache=tmp_path / "cache", convert=must_not_run)

@@ -1,0 +1,179 @@
+"""Layer states roll back exactly: after `commit(k)` a session equals one that was only ever fed these tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from dflash.backends.torch.state import BUCKET, SessionCache, check_states
+from dflash.backends.torch.target import TorchTarget, TorchTargetSession
+from dflash.errors import UnsupportedModel
+from dflash.types import Proposal
+from tests.backends.tiny_targets import FAMILIES, NUM_LAYERS, llama, tokens
+
+PROMPT = tokens(11)
+BLOCK = tokens(6, seed=1)
+NEXT = tokens(3, seed=2)
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return FAMILIES[request.param]()
+
+
+def stored(session: TorchTargetSession) -> list[torch.Tensor]:
+    """Committed part of all keys and values."""
+    states: list[torch.Tensor] = []
+    for layer in session._cache.layers:
+        assert layer.keys is not None
+        assert layer.values is not None
+        states += [tensor[:, :, : session.num_tokens] for tensor in (layer.keys, layer.values)]
+    return states
+
+
+@pytest.mark.parametrize("exact_width", [1, 8])
+@pytest.mark.parametrize("exact", [False, True])
+def test_rollback_oracle(model: PreTrainedModel, exact: bool, exact_width: int) -> None:
+    """Fault: rejected or padding rows stay visible, or kept rows are lost (pitfalls A1).
+
+    For every kept count k in 0..W: prefill P, verify W, commit k, one more step. Logits, features and stored states
+    must equal a fresh run that was fed P + k tokens by prefill alone. Random weights of scale 0.2 make the logits of
+    any other history differ by far more than the tolerance; the last assertion shows it.
+    """
+    target = TorchTarget(model, taps=(0, NUM_LAYERS - 1), exact_width=exact_width)
+    for kept in range(len(BLOCK) + 1):
+        session, fresh = target.session(exact=exact), target.session(exact=exact)
+        session.prefill(PROMPT)
+        session.verify(BLOCK[0], Proposal(tuple(BLOCK[1:])))
+        session.commit(kept)
+        fresh.prefill([*PROMPT, *BLOCK[:kept]])
+        assert session.num_tokens == fresh.num_tokens == len(PROMPT) + kept
+        for ours, expected in zip(stored(session), stored(fresh), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+        ours_step = session.verify(NEXT[0], Proposal(tuple(NEXT[1:])))
+        fresh_step = fresh.verify(NEXT[0], Proposal(tuple(NEXT[1:])))
+        torch.testing.assert_close(ours_step.logits, fresh_step.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours_step.features, fresh_step.features, rtol=1e-4, atol=1e-4)
+    other = target.session(exact=exact)
+    other.prefill([*PROMPT, *BLOCK[:-1]])
+    assert (other.verify(NEXT[0], Proposal(tuple(NEXT[1:]))).logits - ours_step.logits).abs().max() > 0.01
+
+
+def test_two_rejection_patterns_give_one_state(model: PreTrainedModel) -> None:
+    """Fault: a state that remembers how it was reached. The same twelve tokens are fed in rounds with different
+    accepted counts and different rejected tails; one more step must agree."""
+    text = tokens(12, seed=3)
+    target = TorchTarget(model, exact_width=4)
+    logits = []
+    for pattern in ([1, 3, 5, 3], [4, 4, 2, 2], [1] * 12):
+        session = target.session()
+        session.prefill(PROMPT)
+        fed = 0
+        for kept in pattern:
+            rejected = tokens(3, seed=100 + fed + kept)
+            session.verify(text[fed], Proposal((*text[fed + 1 : fed + kept], *rejected)))
+            session.commit(kept)
+            fed += kept
+        assert fed == len(text)
+        logits.append(session.verify(NEXT[0], Proposal()).logits)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[2], logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_verify_without_commit_is_forgotten(model: PreTrainedModel) -> None:
+    """Fault: the rows of a verify that nobody committed (a cancelled round) leak into the next one."""
+    target = TorchTarget(model)
+    session, fresh = target.session(), target.session()
+    for each in (session, fresh):
+        each.prefill(PROMPT)
+    session.verify(BLOCK[0], Proposal(tuple(BLOCK[1:])))
+    ours, expected = session.verify(NEXT[0], Proposal()), fresh.verify(NEXT[0], Proposal())
+    assert torch.equal(ours.logits, expected.logits)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_growth_over_buckets_keeps_the_state(exact: bool) -> None:
+    """Fault: growing loses or shifts keys, or the mask is not rebuilt for the new length. Rounds cross two bucket
+    borders, once with a block that straddles one; a model without our cache must agree at the end."""
+    model = llama()
+    text = tokens(2 * BUCKET + 40, seed=4)
+    session = TorchTarget(model, exact_width=4).session(exact=exact)
+    session.prefill(text[: BUCKET - 10])
+    assert session.capacity == BUCKET
+    fed = BUCKET - 10
+    while fed < BUCKET + 22:
+        session.verify(text[fed], Proposal(tuple(text[fed + 1 : fed + 7])))
+        session.commit(4)
+        fed += 4
+    assert session.capacity == 2 * BUCKET
+    session.prefill(text[fed : 2 * BUCKET - 3])
+    fed = 2 * BUCKET - 3
+    verdict = session.verify(text[fed], Proposal(tuple(text[fed + 1 : fed + 6])))
+    assert session.capacity == 3 * BUCKET
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([text[: fed + 6]]), use_cache=False).logits[0, fed:]
+    torch.testing.assert_close(verdict.logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_reserve_grows_once_and_never_shrinks() -> None:
+    cache = SessionCache(["DynamicLayer"], bucket=8)
+    cache.reserve(9)
+    assert cache.capacity == 16
+    cache.reserve(3)
+    assert cache.capacity == 16
+    cache.free()
+    assert (cache.capacity, cache.num_tokens) == (0, 0)
+
+
+def test_commit_of_more_rows_than_fed_is_an_error() -> None:
+    """Fault: the bonus token, which is not fed yet, is counted as committed."""
+    session = TorchTarget(llama(), exact_width=4).session()
+    session.prefill(PROMPT)
+    session.verify(BLOCK[0], Proposal((BLOCK[1],)))
+    with pytest.raises(AssertionError):
+        session.commit(3)  # two fed; the padded forward had four rows
+
+
+def test_unknown_states_are_refused() -> None:
+    """Fault: a sliding or recurrent state is taken for a full cache and keeps rejected rows (pitfalls A1, A15)."""
+    small: dict[str, Any] = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    sliding = MistralForCausalLM(MistralConfig(**small, sliding_window=8))
+    with pytest.raises(UnsupportedModel, match=r"layer 0 of MistralForCausalLM .* DynamicSlidingWindowLayer"):
+        TorchTarget(sliding)
+    recurrent = Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **small,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+        )
+    )
+    with pytest.raises(UnsupportedModel, match="LinearAttentionLayer"):
+        TorchTarget(recurrent)
+
+
+def test_refusal_names_the_class_of_state() -> None:
+    with pytest.raises(UnsupportedModel, match="layer 1 of Model keeps its state in a NewLayer"):
+        check_states(["DynamicLayer", "NewLayer"], "Model")

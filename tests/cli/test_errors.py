@@ -1,0 +1,144 @@
+"""Whatever a user does wrong: exit code 2, one line on standard error, nothing on standard output, no traceback."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash.cli.main import COMMANDS
+from dflash.errors import DFlashError, MissingExtra
+from tests.cli.fakes import CommandLine
+
+
+def dflash(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, as a user runs it."""
+    command = [sys.executable, "-m", "dflash", *words]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nonsense"],
+        ["generate", "--nonsense"],
+        ["generate", "a", "b"],
+        ["generate", "hi", "--top-k", "many"],
+        ["prepare"],
+        ["prepare", "p.jsonl"],
+        ["train"],
+        ["demo", "--repeats", "0"],
+        [],
+    ],
+)
+def test_usage_errors(cli: CommandLine, words: list[str]) -> None:
+    """Guards against a usage error that loads a model first, or leaves with another code."""
+    outcome = cli.run(*words)
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err + outcome.out
+    assert not cli.loads
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["generate", "hi", "--top-p", "3"], "top_p"),
+        (["generate", "hi", "-n", "0"], "max_new_tokens"),
+        (["generate", "hi", "--temperature", "-1"], "temperature"),
+        (["generate", "hi", "--stop", ""], "stop string"),
+        (["generate", "hi", "--logit-bias", "x"], "--logit-bias"),
+        (["chat", "--min-p", "2"], "min_p"),
+        (["demo", "--prompts", "missing.jsonl"], "missing.jsonl"),
+        (["demo", "--limit", "0"], "limit"),
+        (["generate", "this is too long"], "longer than the context"),
+    ],
+)
+def test_values_out_of_range(cli: CommandLine, words: list[str], part: str) -> None:
+    """Guards against errors of the library that lose their cure, or come as more than a line."""
+    outcome = cli.run(*words)
+    assert outcome.code == 2
+    assert outcome.err.startswith("dflash: error: ")
+    assert part in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert outcome.out == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MissingExtra("not installed: run\n  pip install x\nor give a folder."), PermissionError(13, "denied", "/x")],
+)
+@pytest.mark.parametrize("verb", ["generate", "chat", "demo"])
+def test_errors_while_loading(cli: CommandLine, monkeypatch: pytest.MonkeyPatch, error: Exception, verb: str) -> None:
+    """Guards against a command that forgets to report, and against messages of several lines."""
+
+    def load(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("dflash.load", load)
+    outcome = cli.run(verb, *(["hi"] if verb == "generate" else []))
+    assert outcome.code == 2
+    assert outcome.err.count("\n") == 1
+    assert outcome.err.startswith("dflash: error: ")
+
+
+def test_our_own_faults_keep_their_traceback(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a catch-all that turns bugs into one polite line."""
+
+    def load(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("dflash.load", load)
+    with pytest.raises(ZeroDivisionError):
+        cli.run("generate", "hi")
+
+
+def test_warnings_of_the_library_are_lines(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against warnings that vanish (no logging set up) or that stay switched on for the caller's process."""
+    logger = logging.getLogger("dflash")
+    before = (logger.level, list(logger.handlers))
+
+    def warn(index: int) -> None:
+        if index == 0:
+            logger.getChild("x").warning("near-ties\nmay differ")
+
+    cli.engine.during = warn
+    assert "dflash: warning: near-ties may differ\n" in cli.run("generate", "hi").err
+    assert (logger.level, list(logger.handlers)) == before
+
+
+def test_every_error_of_the_tree_is_caught(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an error class outside the tree: all of `errors.py` must derive from DFlashError."""
+    import dflash.errors as errors
+
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    assert len(classes) > 5
+    assert all(issubclass(kind, DFlashError) for kind in classes)
+
+
+def test_a_real_process(tmp_path: Path) -> None:
+    """Guards against what the in-process tests cannot see: the entry point, `python -m`, tracebacks at exit."""
+    missing = dflash("generate", "--target", str(tmp_path / "nowhere"), "hi")
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("dflash: error: ")
+    assert missing.stderr.count("\n") == 1
+    assert missing.stdout == ""
+
+
+@pytest.mark.parametrize("verb", [None, *COMMANDS])
+def test_help_answers_without_heavy_imports(verb: str | None) -> None:
+    """Guards against `--help` that takes seconds because somebody imported torch at the top of a file."""
+    words = [verb, "--help"] if verb else ["--help"]
+    code = (
+        "import sys\n"
+        "from dflash.cli.main import main\n"
+        f"try: main({words!r})\n"
+        "except SystemExit as leave: assert not leave.code, leave.code\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'huggingface_hub', 'safetensors'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: dflash" in done.stdout

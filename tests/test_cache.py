@@ -1,0 +1,146 @@
+"""The cache: a folder is there whole or not at all, whoever dies or races on the way."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dflash.cache import MANIFEST_FILE, build_once, cache_root, damage, file_sha256
+from dflash.errors import ConfigError
+
+SOURCE = {"file": "toy.gguf", "sha256": "0" * 64}
+
+
+def writer(content: bytes = b"weights") -> Callable[[Path], None]:
+    def build(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(content)
+        (folder / "sub").mkdir()
+        (folder / "sub" / "config.json").write_text("{}")
+
+    return build
+
+
+def refuse(folder: Path) -> None:
+    raise AssertionError("must not build again")
+
+
+def test_root_follows_the_variables_in_order() -> None:
+    """A user who sets DFLASH_CACHE must not find gigabytes in the home folder."""
+    assert cache_root({"DFLASH_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
+    assert cache_root({"XDG_CACHE_HOME": "/b"}) == Path("/b/dflash")
+    assert cache_root({"DFLASH_CACHE": "", "XDG_CACHE_HOME": ""}) == Path.home() / ".cache" / "dflash"
+    assert "~" not in str(cache_root({"DFLASH_CACHE": "~/x"}))
+
+
+def test_builds_once_and_records_checksums(tmp_path: Path) -> None:
+    """The second call must find the first one's work, and the manifest must describe the bytes."""
+    folder = build_once(tmp_path / "t" / "abc", writer(), source=SOURCE)
+    assert build_once(folder, refuse, source=SOURCE) == folder
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    assert manifest["source"] == SOURCE
+    assert set(manifest["files"]) == {"model.safetensors", "sub/config.json"}
+    assert manifest["files"]["model.safetensors"] == {
+        "size": 7,
+        "sha256": file_sha256(folder / "model.safetensors"),
+    }
+    assert damage(folder, hashes=True) is None
+
+
+@pytest.mark.parametrize("harm", ["truncate", "remove", "manifest", "garbage", "list", "version"])
+def test_damaged_folder_is_rebuilt(tmp_path: Path, harm: str) -> None:
+    """A half-copied or cleaned-up cache must heal itself instead of failing at every start."""
+    folder = build_once(tmp_path / "abc", writer(), source=SOURCE)
+    manifest = folder / MANIFEST_FILE
+    match harm:
+        case "truncate":
+            (folder / "model.safetensors").write_bytes(b"wei")
+        case "remove":
+            (folder / "sub" / "config.json").unlink()
+        case "manifest":
+            manifest.unlink()
+        case "garbage":
+            manifest.write_text("{")
+        case "list":
+            manifest.write_text("[]")
+        case "version":
+            manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 0}))
+    assert damage(folder) is not None
+    build_once(folder, writer(b"anew"), source=SOURCE)
+    assert (folder / "model.safetensors").read_bytes() == b"anew"
+    assert damage(folder) is None
+
+
+def test_changed_bytes_of_equal_size_are_seen_by_the_full_check(tmp_path: Path) -> None:
+    """Sizes alone cannot see a flipped byte: the hashes are what the manifest keeps them for."""
+    folder = build_once(tmp_path / "abc", writer(), source=SOURCE)
+    (folder / "model.safetensors").write_bytes(b"Weights")
+    assert damage(folder) is None
+    assert "other bytes" in (damage(folder, hashes=True) or "")
+
+
+def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    """An interrupted conversion must not be taken for a finished one, nor fill the disk."""
+
+    def interrupted(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_once(tmp_path / "abc", interrupted, source=SOURCE)
+    assert [path.name for path in tmp_path.iterdir()] == ["abc.lock"]
+    build_once(tmp_path / "abc", writer(), source=SOURCE)  # and the lock is free again
+
+
+def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path) -> None:
+    """kill -9 skips every clean-up: the next build has to do it, and only for its own folder."""
+    (tmp_path / ".abc.building-dead").mkdir()
+    (tmp_path / ".abc.building-dead" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".other.building-live").mkdir()
+    build_once(tmp_path / "abc", writer(), source=SOURCE)
+    assert not (tmp_path / ".abc.building-dead").exists()
+    assert (tmp_path / ".other.building-live").exists()
+
+
+def test_concurrent_callers_build_once_and_the_second_is_told(tmp_path: Path) -> None:
+    """Two commands started together must not convert twice or read a half-written folder."""
+    started = threading.Event()
+    builds: list[Path] = []
+    told: list[str] = []
+
+    def slow(folder: Path) -> None:
+        builds.append(folder)
+        started.set()
+        time.sleep(0.6)  # longer than the first try for the lock, so that the other caller has to wait
+        writer()(folder)
+
+    first = threading.Thread(target=build_once, args=(tmp_path / "abc", slow), kwargs={"source": SOURCE})
+    first.start()
+    started.wait()
+    build_once(tmp_path / "abc", slow, source=SOURCE, wait=told.append)
+    first.join()
+    assert len(builds) == 1
+    assert len(told) == 1
+    assert "another process" in told[0]
+    assert damage(tmp_path / "abc") is None
+
+
+def test_unwritable_cache_names_the_variable(tmp_path: Path) -> None:
+    """A read-only home is common in containers: the message must say what to set."""
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match="DFLASH_CACHE"):
+        build_once(tmp_path / "file" / "abc", writer(), source=SOURCE)
+
+
+def test_full_disk_names_the_variable(tmp_path: Path) -> None:
+    """Half a gigabyte does not always fit."""
+
+    def full(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ConfigError, match=r"No space left.*DFLASH_CACHE"):
+        build_once(tmp_path / "abc", full, source=SOURCE)
