@@ -21,13 +21,13 @@ class FakeSession:
     """A target whose row is a function of its position, nudged by a fault: the probe's logic without any kernels."""
 
     def __init__(self, fault: Callable[[int, int, int], float]) -> None:
-        """`fault(width, offset, capacity)` is added to the row at `offset` of a forward."""
+        """`fault(width, offset, num_keys)` is added to the row at `offset` of a forward."""
         self.fault = fault
         self.num_tokens = 0
-        self.capacity = 512
+        self.num_keys = 128
 
-    def reserve(self, num_tokens: int) -> None:
-        self.capacity = max(self.capacity, -(-num_tokens // 512) * 512)
+    def return_at_least(self, num_keys: int) -> None:
+        self.num_keys = num_keys
 
     def prefill(self, prompt_ids: Sequence[int]) -> Verdict:
         self.num_tokens = len(prompt_ids)
@@ -36,7 +36,7 @@ class FakeSession:
     def verify(self, anchor: int, proposal: Proposal) -> Verdict:
         ids = [anchor, *proposal.tokens]
         rows = [
-            [float(token), self.num_tokens + offset, self.fault(len(ids), offset, self.capacity)]
+            [float(token), self.num_tokens + offset, self.fault(len(ids), offset, self.num_keys)]
             for offset, token in enumerate(ids)
         ]
         return Verdict(torch.tensor(rows))
@@ -93,21 +93,22 @@ def test_found_class_gives_the_same_bits_in_use(family: Callable[[], PreTrainedM
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        (lambda width, offset, capacity: 0, (True, 1, 1)),
-        (lambda width, offset, capacity: width == 1, (True, 2, 1)),
-        (lambda width, offset, capacity: width < 4, (True, 4, 3)),
-        (lambda width, offset, capacity: width in (5, 7), (True, 8, 7)),
-        (lambda width, offset, capacity: width == 2, (True, 3, 2)),
-        (lambda width, offset, capacity: width, (False, 1, 11)),
-        (lambda width, offset, capacity: width < 16, (False, 1, 11)),
-        (lambda width, offset, capacity: offset, (False, 1, 16)),
-        (lambda width, offset, capacity: offset > 12, (False, 1, 16)),
-        (lambda width, offset, capacity: capacity > 512, (False, 1, 1)),
+        (lambda width, offset, num_keys: 0, (True, 1, 1)),
+        (lambda width, offset, num_keys: width == 1, (True, 2, 1)),
+        (lambda width, offset, num_keys: width < 4, (True, 4, 3)),
+        (lambda width, offset, num_keys: width in (5, 7), (True, 8, 7)),
+        (lambda width, offset, num_keys: width == 2, (True, 3, 2)),
+        (lambda width, offset, num_keys: width, (False, 1, 11)),
+        (lambda width, offset, num_keys: width < 16, (False, 1, 11)),
+        (lambda width, offset, num_keys: offset, (False, 1, 16)),
+        (lambda width, offset, num_keys: offset > 12, (False, 1, 16)),
+        (lambda width, offset, num_keys: num_keys > 512, (False, 1, 1)),
+        (lambda width, offset, num_keys: num_keys > 128, (False, 1, 1)),
     ],
 )
 def test_logic_of_the_probe(fault: Callable[[int, int, int], float], expected: tuple[bool, int, int]) -> None:
     """Fault: a width above a gap in the class is chosen too small (5 and 7 differ: 6 and 4 must not be chosen), or a
-    dependence on offset or storage passes. Expected: holds, width, narrowest width tried."""
+    dependence on offset or number of keys passes. Expected: holds, width, narrowest width tried."""
     found = _probe(FakeSession(fault), vocab_size=50, max_width=16)
     assert (found.holds, found.width, found.widths_tried[0]) == expected
     assert found.widths_tried[-1] == 16

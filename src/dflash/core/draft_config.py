@@ -22,7 +22,7 @@ WEIGHTS_FILE = "model.safetensors"
 ARCHITECTURE = "DFlashDraftModel"
 
 _NESTED = "dflash_config"
-_NOT_V1 = {
+_NOT_V1: Mapping[str, str] = {
     "speculators_config": "a Speculators checkpoint",
     "speculators_model_type": "a Speculators checkpoint",
     "dspine_config": "a DSpine draft",
@@ -31,6 +31,29 @@ _NOT_V1 = {
     "selector_rank": "a DFlash 2 draft",
     "projector_type": "a DSpark or Domino draft",
 }
+
+_SWITCHES: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "attention_bias": ((None, False), "biases in its attention"),
+    "is_causal": ((None, False), "a causal block"),
+    "causal": ((None, False), "a causal block"),
+    "dflash_query_causal": ((None, False), "a causal block"),
+    "sample_from_anchor": ((None, False), "an anchor slot that predicts"),
+    "shift_label": ((None, False), "an anchor slot that predicts"),
+    "logits_start": ((None, 1), "an anchor slot that predicts"),
+    "use_sliding_window": ((None, False), "sliding-window layers"),
+    "use_swa": ((None, False), "sliding-window layers"),
+    "input_embedding_scale": ((None, 1), "scaled input embeddings"),
+    "output_multiplier": ((None, 1), "scaled logits"),
+    "attention_sink_bias": ((None, False), "attention sinks"),
+    "add_swa_attention_sink_bias": ((None, False), "attention sinks"),
+    "attention_value_scale": ((None, 1), "scaled attention values"),
+    "log_snr_conditioning": ((None, False), "noise-level embeddings"),
+    "rope_is_neox_style": ((None, True), "interleaved rotary embedding"),
+    "is_neox_style": ((None, True), "interleaved rotary embedding"),
+    "hidden_act": ((None, "silu"), "another activation than silu"),
+}
+"""Keys that change the mathematics: the values under which this version's network is the right one, and what any other
+value asks for. They count at both levels (formats differ in where they put them)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +84,12 @@ class DraftConfig:
     engines ignore it and use the full head with the same weights."""
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
+            self._require_positive(name)
+        for name in ("intermediate_size", "vocab_size", "rms_norm_eps", "rope_theta"):
+            self._require_positive(name)
+        if self.head_dim % 2:
+            raise CheckpointError(f"head_dim is {self.head_dim}: rotary embedding turns pairs, so it must be even.")
         if self.block_size < 2:
             raise CheckpointError(
                 f"block_size is {self.block_size}: a block needs the anchor and at least one draft slot (>= 2). "
@@ -81,7 +110,15 @@ class DraftConfig:
                 f"mask_token_id {self.mask_token_id} lies outside the vocabulary of {self.vocab_size} tokens."
             )
         if self.num_attention_heads % self.num_key_value_heads:
-            raise CheckpointError("num_attention_heads must be a multiple of num_key_value_heads.")
+            raise CheckpointError(
+                f"num_attention_heads {self.num_attention_heads} must be a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}; correct the draft's config.json."
+            )
+
+    def _require_positive(self, name: str) -> None:
+        value: float = getattr(self, name)
+        if not 0 < value < float("inf"):
+            raise CheckpointError(f"{name} must be positive, not {value}; correct the draft's config.json.")
 
     @property
     def fc_in_features(self) -> int:
@@ -132,7 +169,7 @@ def read_draft_config(folder: Path) -> DraftConfig:
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}, so it is not a draft; give the draft's own folder.")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download or export the draft again.") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} must hold a JSON object; download or export the draft again.")
@@ -141,8 +178,9 @@ def read_draft_config(folder: Path) -> DraftConfig:
 
 def parse_draft_config(raw: Mapping[str, Any], *, source: str) -> DraftConfig:
     """Resolve a parsed config.json; `source` names the file in messages. Errors as `read_draft_config`."""
-    _refuse_other_kinds(raw, source)
     lookup = _Lookup(raw, source)
+    _refuse_other_kinds(raw, source)
+    _check_restated(lookup)
     return DraftConfig(
         hidden_size=lookup.integer("hidden_size"),
         num_hidden_layers=lookup.integer("num_hidden_layers"),
@@ -150,8 +188,8 @@ def parse_draft_config(raw: Mapping[str, Any], *, source: str) -> DraftConfig:
         num_key_value_heads=lookup.integer("num_key_value_heads"),
         head_dim=lookup.integer("head_dim"),
         intermediate_size=lookup.integer("intermediate_size"),
-        rms_norm_eps=float(lookup.required("rms_norm_eps")),
-        rope_theta=_rope_theta(raw, source),
+        rms_norm_eps=lookup.number("rms_norm_eps"),
+        rope_theta=_rope_theta(lookup),
         vocab_size=lookup.integer("vocab_size"),
         block_size=lookup.integer("block_size"),
         mask_token_id=lookup.integer("mask_token_id"),
@@ -173,42 +211,82 @@ def read_draft_vocabulary(folder: Path, config: DraftConfig) -> tuple[int, ...] 
         ids = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read the draft vocabulary {path} ({error}); export the draft again.") from error
-    good = isinstance(ids, list) and bool(ids) and all(type(i) is int and 0 <= i < config.vocab_size for i in ids)
-    if not good or any(b <= a for a, b in pairwise(ids)):
+    good = isinstance(ids, list) and all(type(i) is int and 0 <= i < config.vocab_size for i in ids)
+    if not good or not set(ids) - {config.mask_token_id} or any(b <= a for a, b in pairwise(ids)):
         raise CheckpointError(
-            f"{path} must list increasing token ids below {config.vocab_size}; export the draft again."
+            f"{path} must list increasing token ids below {config.vocab_size}, the mask id not alone; "
+            "export the draft again."
         )
     return tuple(ids)
 
 
-def _refuse_other_kinds(raw: Mapping[str, Any], source: str) -> None:
+def _levels(raw: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """`dflash_config` (empty if absent) and the top level."""
     nested = raw.get(_NESTED)
-    for key, kind in _NOT_V1.items():
-        if raw.get(key) or (isinstance(nested, Mapping) and nested.get(key)):
-            raise UnsupportedModel(f"{source} has '{key}': {kind}. This version runs DFlash v1 drafts only.")
-    if raw.get("attention_bias"):
-        raise UnsupportedModel(f"{source} has attention_bias; this version runs v1 drafts without biases only.")
-    if raw.get("is_causal") or (isinstance(nested, Mapping) and nested.get("causal")):
-        raise UnsupportedModel(f"{source} asks for a causal block; this version runs bidirectional blocks only.")
-    for key in ("input_embedding_scale", "output_multiplier"):
-        for level in (raw, nested if isinstance(nested, Mapping) else {}):
-            if level.get(key, 1.0) != 1.0:
-                raise UnsupportedModel(f"{source} sets {key}, which this version does not apply.")
-    for level in (raw, nested if isinstance(nested, Mapping) else {}):
-        if (level.get("final_logit_softcapping") or 0) > 0:
+    if nested is not None and not isinstance(nested, Mapping):
+        raise CheckpointError(f"{source}: {_NESTED} must be an object, not {nested!r}.")
+    return nested or {}, raw
+
+
+def _refuse_other_kinds(raw: Mapping[str, Any], source: str) -> None:
+    """Raise UnsupportedModel for drafts whose weights would load but mean something else."""
+    for level in _levels(raw, source):
+        for key, kind in _NOT_V1.items():
+            if level.get(key):
+                raise UnsupportedModel(f"{source} has '{key}': {kind}. This version runs DFlash v1 drafts only.")
+    architectures = raw.get("architectures")
+    if architectures is not None and architectures != [ARCHITECTURE]:
+        raise UnsupportedModel(f"{source} is a draft of class {architectures}; this version runs {ARCHITECTURE} only.")
+    for level in _levels(raw, source):
+        for key, (harmless, what) in _SWITCHES.items():
+            if level.get(key) not in harmless:
+                raise UnsupportedModel(
+                    f"{source} sets {key} to {level[key]!r}, which asks for {what}: this version does not apply that. "
+                    "Use a plain DFlash v1 draft."
+                )
+        cap = level.get("final_logit_softcapping")
+        if cap is not None and not (isinstance(cap, int | float) and cap <= 0):
             raise UnsupportedModel(f"{source} sets final_logit_softcapping, which this version does not apply.")
-    layer_types = raw.get("layer_types") or []
-    if any(kind != "full_attention" for kind in layer_types) or raw.get("use_sliding_window"):
-        raise UnsupportedModel(f"{source} has sliding-window layers; this version runs full-attention drafts only.")
+        if any(kind != "full_attention" for kind in level.get("layer_types") or []):
+            raise UnsupportedModel(f"{source} has sliding-window layers; this version runs full-attention drafts only.")
 
 
-def _rope_theta(raw: Mapping[str, Any], source: str) -> float:
-    parameters = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or {}
-    kind = parameters.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        raise UnsupportedModel(f"{source} scales its rotary embedding ({kind}); this version runs plain rotary only.")
-    found = {float(v) for v in (parameters.get("rope_theta"), raw.get("rope_theta")) if v is not None}
+def _check_restated(lookup: _Lookup) -> None:
+    """Values that some exports write a second time in another convention must agree."""
+    shifted = lookup.find("eagle_aux_hidden_state_layer_ids")
+    taps = lookup.integers("target_layer_ids")
+    if shifted is not None and shifted != [tap + 1 for tap in taps]:
+        raise CheckpointError(
+            f"{lookup.source}: eagle_aux_hidden_state_layer_ids {shifted} is not target_layer_ids {list(taps)} plus "
+            "one; keep the list the draft was trained with."
+        )
+    for key, same_as in (("target_hidden_size", "hidden_size"), ("draft_vocab_size", "vocab_size")):
+        value = lookup.find(key)
+        if value is not None and value != lookup.integer(same_as):
+            raise UnsupportedModel(
+                f"{lookup.source}: {key} {value} differs from {same_as}; this version runs drafts where they are equal."
+            )
+
+
+def _rope_theta(lookup: _Lookup) -> float:
+    """The one theta that is stated, flat, in `rope_parameters` or in its parts per layer type."""
+    source = lookup.source
+    found: set[float] = set()
+    flat = lookup.find("rope_theta")
+    places: list[Mapping[str, Any]] = [] if flat is None else [{"rope_theta": flat}]
+    for key in ("rope_parameters", "rope_scaling"):
+        value = lookup.find(key) or {}
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{source}: {key} must be an object, not {value!r}.")
+        places += [value, *(part for part in value.values() if isinstance(part, Mapping))]
+    for place in places:
+        kind = place.get("rope_type") or place.get("type") or "default"
+        if kind != "default":
+            raise UnsupportedModel(
+                f"{source} scales its rotary embedding ({kind}); this version runs plain rotary only."
+            )
+        if place.get("rope_theta") is not None:
+            found.add(_as_number(place["rope_theta"], "rope_theta", source))
     if not found:
         raise CheckpointError(
             f"{source} has no rope_theta; there is no safe default (1e4, 1e6 and 1e7 are all in use). "
@@ -219,6 +297,12 @@ def _rope_theta(raw: Mapping[str, Any], source: str) -> float:
     return found.pop()
 
 
+def _as_number(value: object, key: str, source: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CheckpointError(f"{source}: {key} must be a number, not {value!r}.")
+    return float(value)
+
+
 @dataclass(frozen=True)
 class _Lookup:
     """Look a key up in `dflash_config`, then at the top level; both and different is an error."""
@@ -227,9 +311,7 @@ class _Lookup:
     source: str
 
     def find(self, key: str) -> Any:
-        nested = self.raw.get(_NESTED)
-        inner = nested.get(key) if isinstance(nested, Mapping) else None
-        outer = self.raw.get(key)
+        inner, outer = (level.get(key) for level in _levels(self.raw, self.source))
         if inner is not None and outer is not None and inner != outer:
             raise CheckpointError(
                 f"{self.source} states {key} twice and differently ({inner} in {_NESTED}, {outer} at the top level); "
@@ -251,6 +333,9 @@ class _Lookup:
         if isinstance(value, bool) or not isinstance(value, int):
             raise CheckpointError(f"{self.source}: {key} must be an integer, not {value!r}.")
         return value
+
+    def number(self, key: str) -> float:
+        return _as_number(self.required(key), key, self.source)
 
     def integers(self, key: str) -> tuple[int, ...]:
         value = self.required(key)

@@ -40,8 +40,9 @@ class Position:
 def save_checkpoint(folder: Path, network: nn.Module, optimizer: torch.optim.Optimizer, position: Position) -> Path:
     """Write `folder`/step-NNNNNNNN and drop all but the newest two."""
     final = folder / f"step-{position.step:08d}"
+    for stale in folder.glob(".step-*"):  # what a killed process was writing
+        shutil.rmtree(stale, ignore_errors=True)
     partial = folder / f".{final.name}.{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file({k: v.detach().cpu().contiguous() for k, v in network.state_dict().items()}, partial / _MODEL)
     save_file(_moments(network, optimizer), partial / _OPTIMIZER)
@@ -51,6 +52,7 @@ def save_checkpoint(folder: Path, network: nn.Module, optimizer: torch.optim.Opt
             os.fsync(stream.fileno())
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
+    _sync_folder(folder)
     for old in _complete(folder)[:-_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -66,9 +68,10 @@ def load_checkpoint(folder: Path, network: nn.Module, optimizer: torch.optim.Opt
         return None
     newest = found[-1]
     try:
+        position = Position(**json.loads((newest / _STATE).read_text(encoding="utf-8")))
         network.load_state_dict(load_file(newest / _MODEL), strict=True)
         _restore(network, optimizer, load_file(newest / _OPTIMIZER))
-        return Position(**json.loads((newest / _STATE).read_text(encoding="utf-8")))
+        return position
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(
             f"the checkpoint {newest} cannot be resumed ({str(error).splitlines()[0]}); delete that folder to go on "
@@ -91,8 +94,25 @@ def _moments(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def _restore(network: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     parameters = dict(network.named_parameters())
+    on_device = {id(p) for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition("/")
         parameter = parameters[name]
-        # Step counts stay on the CPU, as torch.optim keeps them; moments follow their parameter.
-        optimizer.state[parameter][key] = value if value.ndim == 0 else value.to(parameter.device)
+        if value.ndim and value.shape != parameter.shape:
+            raise ValueError(f"{full_name} has shape {list(value.shape)}, not {list(parameter.shape)}")
+        # As torch.optim keeps them: moments follow their parameter, step counts stay on the CPU unless fused.
+        moves = value.ndim > 0 or id(parameter) in on_device
+        optimizer.state[parameter][key] = value.to(parameter.device) if moves else value
+    if without := sorted(parameters.keys() - {name.rpartition("/")[0] for name in tensors}):
+        raise ValueError(f"it has no optimizer state of {without[0]}")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable; systems that cannot open a folder do not need it."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

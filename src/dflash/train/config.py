@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dflash.errors import ConfigError
 
+Share = Annotated[float, Field(ge=0, lt=1)]
+
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class NetworkConfig(_Section):
-    """Shape of a draft that starts from the target (ignored with `init`, which brings its own shape)."""
+    """Shape and start of a new draft. With `init` the draft brings its own shape; keys that contradict it are
+    refused."""
 
-    num_layers: int = Field(3, ge=1, description="Draft layers.")
+    num_layers: int = Field(3, ge=1, description="Layers of the draft network.")
     block_size: int = Field(8, ge=2, description="B: slots per block, anchor slot included.")
     target_layer_ids: list[int] | None = Field(
         None, description="Taps z (output of decoder layer z); default: evenly spread, the last layer included."
@@ -51,9 +54,11 @@ class DataConfig(_Section):
     answers: list[Path] = Field(description="Files or folders of answers made by `dflash prepare`.")
     max_length: int = Field(512, ge=8, description="Longer sequences are cut (tokens, prompt included).")
     num_anchors: int = Field(128, ge=1, description="Blocks per sequence and epoch, drawn anew each time.")
-    held_out: int = Field(64, ge=1, description="Sequences kept apart for evaluation.")
-    split_seed: int = Field(0, description="Which sequences are held out and which the limit keeps.")
-    limit: int | None = Field(None, description="Use only the first so many sequences (after shuffling).")
+    held_out: int = Field(
+        64, ge=1, description="Sequences kept apart for evaluation; all turns of a conversation stay on one side."
+    )
+    split_seed: int = Field(0, ge=0, description="Which sequences are held out and which the limit keeps.")
+    limit: int | None = Field(None, ge=1, description="Learn from only the first so many sequences (after shuffling).")
     features: Literal["online", "cached"] = Field(
         "online", description="Compute features in each step, or keep them on disk after the first visit."
     )
@@ -63,14 +68,16 @@ class DataConfig(_Section):
 class OptimizerConfig(_Section):
     """AdamW with warm-up and decay."""
 
-    learning_rate: float = Field(1e-3, gt=0)
-    min_learning_rate: float = Field(1e-5, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    schedule: Literal["cosine", "constant"] = Field("cosine", description="constant ends with a linear decay.")
+    learning_rate: float = Field(1e-3, gt=0, description="Highest rate, reached at the end of the warm-up.")
+    min_learning_rate: float = Field(1e-5, ge=0, description="Rate at the last step.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, on all weights alike.")
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="Decay of the two moments.")
+    schedule: Literal["cosine", "constant"] = Field(
+        "cosine", description="From the highest rate to the last: cosine, or constant with a linear end."
+    )
     decay_share: float = Field(0.2, gt=0, le=1, description="Share of the steps in the linear end of constant.")
-    warmup_steps: int = Field(100, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(100, ge=0, description="Steps in which the rate grows from 0 to the highest.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients of a larger norm are scaled down to it.")
     sequences_per_step: int = Field(4, ge=1, description="Sequences per optimizer step (accumulated).")
     micro_batch: int = Field(1, ge=1, description="Sequences per forward; larger on a GPU.")
 
@@ -89,24 +96,28 @@ class TrainConfig(_Section):
 
     target: str = Field(description="Target: hub id, folder, GGUF file or built-in name.")
     out: Path = Field(description="Folder of the run: checkpoints, metrics, exported draft.")
-    init: str | None = Field(None, description="Continue from this v1 draft instead of starting from the target.")
+    init: str | None = Field(
+        None, description="Continue from this v1 draft (folder, hub id or built-in name), vocabulary included."
+    )
     network: NetworkConfig = NetworkConfig()  # type: ignore[call-arg]
     data: DataConfig
     optimizer: OptimizerConfig = OptimizerConfig()  # type: ignore[call-arg]
     loss: LossConfig = LossConfig()  # type: ignore[call-arg]
     steps: int = Field(2000, ge=1, description="Optimizer steps in all (the cosine's length).")
     max_minutes: float | None = Field(None, gt=0, description="Stop (checkpointed, exported) after so long.")
-    seed: int = 0
-    device: str | None = None
+    seed: int = Field(0, ge=0, description="Key of every random draw: start weights, order of sequences, anchors.")
+    device: str | None = Field(None, description="cpu, cuda, cuda:1, ...; default: the GPU if there is one.")
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Compute type of the forward passes; weights stay float32. Default: the machine's fast one."
     )
-    num_threads: int | None = Field(None, ge=1)
+    num_threads: int | None = Field(None, ge=1, description="CPU threads; default: the physical cores.")
     checkpoint_every: int = Field(200, ge=1, description="Steps between checkpoints.")
-    evaluate_every: int = Field(500, ge=1, description="Steps between evaluations by the real decode loop.")
-    evaluate_prompts: int = Field(16, ge=0, description="Held-out prompts decoded per evaluation.")
+    evaluate_every: int = Field(500, ge=1, description="Steps between evaluations on held-out sequences.")
+    evaluate_prompts: int = Field(
+        16, ge=0, description="Held-out prompts decoded per evaluation by the real decode loop; 0 = none."
+    )
     evaluate_tokens: int = Field(128, ge=2, description="New tokens per evaluated prompt.")
-    log_every: int = Field(10, ge=1)
+    log_every: int = Field(10, ge=1, description="Steps averaged in one record of metrics.jsonl.")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -118,8 +129,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}.") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a mapping of recipe keys.")
     for override in overrides:
@@ -127,8 +138,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     try:
         return TrainConfig.model_validate(raw)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"recipe {path}: {problems}.") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

@@ -5,7 +5,9 @@ The order of an epoch is a pure function of (seed, epoch), so the data position 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import re
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash.errors import DataError
-from dflash.train.answers import read_answers
+from dflash.train.answers import AnswerRow, read_answers
 
 _SPLIT_STREAM, _ORDER_STREAM, _ANCHOR_STREAM = 1, 2, 3
+_LATER_TURN = re.compile(r"(?P<conversation>.*)#turn\d+")
 
 
 @dataclass(frozen=True)
@@ -36,30 +39,53 @@ class Dataset:
     train: list[Sequence_]
     held_out: list[Sequence_]
 
+    def fingerprint(self) -> str:
+        """Of all sequences in their order: a run may only be resumed on the data it was started with."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.held_out):
+            digest.update(f"{len(part)};".encode())
+            for sequence in part:
+                digest.update(f"{len(sequence.token_ids)},{sequence.num_prompt};".encode())
+                digest.update(sequence.token_ids.astype("<i4").tobytes())
+                digest.update(np.packbits(sequence.loss_mask).tobytes())
+        return digest.hexdigest()[:16]
 
-def load_dataset(paths: Sequence[Path], *, max_length: int, held_out: int, limit: int | None, seed: int) -> Dataset:
+
+def load_dataset(
+    paths: Sequence[Path],
+    *,
+    max_length: int,
+    held_out: int,
+    limit: int | None,
+    seed: int,
+    vocab_size: int | None = None,
+) -> Dataset:
     """Read answers, shuffle by seed, keep `held_out` apart and at most `limit` of the rest.
 
-    Raises DataError if nothing can be learnt from.
+    The turns of one conversation (ids "x", "x#turn2", ...) contain one another, so they are held out together: a few
+    sequences more than asked for, and none of them is learnt from.
+
+    Raises DataError if nothing can be learnt from, or for token ids at or above `vocab_size`.
     """
     sequences: list[Sequence_] = []
-    for path in paths:
-        for row in read_answers(path):
-            prompt = list(row.prompt_ids)
-            answer_mask = list(row.loss_mask) if row.loss_mask is not None else [True] * len(row.answer_ids)
-            ids = np.asarray([*prompt, *row.answer_ids], dtype=np.int64)[:max_length]
-            mask = np.asarray([False] * len(prompt) + [bool(m) for m in answer_mask], dtype=np.bool_)[:max_length]
-            if (mask[:-1] & mask[1:]).any():
-                sequences.append(Sequence_(ids, len(prompt), mask))
-    order = np.random.default_rng([seed, _SPLIT_STREAM]).permutation(len(sequences))
-    shuffled = [sequences[i] for i in order]
-    if len(shuffled) <= held_out:
+    names: list[tuple[int, str]] = []
+    for source, path in enumerate(paths):
+        for row in read_answers(path, vocab_size=vocab_size):
+            sequence = _sequence(row, max_length)
+            if (sequence.loss_mask[:-1] & sequence.loss_mask[1:]).any():
+                sequences.append(sequence)
+                names.append((source, row.id))
+    order = [int(i) for i in np.random.default_rng([seed, _SPLIT_STREAM]).permutation(len(sequences))]
+    groups = _conversations(names)
+    kept_apart = {groups[i] for i in order[:held_out]}
+    apart = [i for i in order if groups[i] in kept_apart]
+    rest = [i for i in order if groups[i] not in kept_apart][:limit]
+    if not rest:
         raise DataError(
-            f"only {len(shuffled)} usable answers in {', '.join(map(str, paths))}, but {held_out} are to be held out; "
-            "prepare more answers or lower data.held_out."
+            f"only {len(sequences)} usable answers in {', '.join(map(str, paths))}, but {held_out} are to be held out "
+            "(with all turns of their conversations); prepare more answers or lower data.held_out."
         )
-    end = None if limit is None else held_out + limit
-    return Dataset(train=shuffled[held_out:end], held_out=shuffled[:held_out])
+    return Dataset(train=[sequences[i] for i in rest], held_out=[sequences[i] for i in apart])
 
 
 def epoch_order(num_sequences: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -76,3 +102,23 @@ def visits(num_sequences: int, *, seed: int, start: int) -> Iterator[tuple[int, 
         for number in order[offset:]:
             yield int(number), np.random.default_rng([seed, _ANCHOR_STREAM, visit])
             visit += 1
+
+
+def _sequence(row: AnswerRow, max_length: int) -> Sequence_:
+    prompt = list(row.prompt_ids)
+    answer_mask = list(row.loss_mask) if row.loss_mask is not None else [True] * len(row.answer_ids)
+    ids = np.asarray([*prompt, *row.answer_ids], dtype=np.int64)[:max_length]
+    mask = np.asarray([False] * len(prompt) + [bool(m) for m in answer_mask], dtype=np.bool_)[:max_length]
+    return Sequence_(ids, len(prompt), mask)
+
+
+def _conversations(names: Sequence[tuple[int, str]]) -> list[Hashable]:
+    """A key per row, equal for the turns of one conversation only. Rows without a later turn stay apart even if their
+    ids are equal: files without ids all begin with "line-1"."""
+    later = [_LATER_TURN.fullmatch(name) for _, name in names]
+    of_turns = {(source, match["conversation"]) for (source, _), match in zip(names, later, strict=True) if match}
+    keys: list[Hashable] = []
+    for number, ((source, name), match) in enumerate(zip(names, later, strict=True)):
+        base = (source, match["conversation"] if match else name)
+        keys.append(base if base in of_turns else number)
+    return keys

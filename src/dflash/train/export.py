@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -16,6 +18,8 @@ from dflash.backends.torch.draft_model import DraftModel
 from dflash.core.draft_config import CONFIG_FILE, WEIGHTS_FILE
 from dflash.train.config import TrainConfig
 from dflash.train.jsonl import write_atomically, write_json_atomically
+
+_FOLDERS = re.compile(r"(?<![\w.~:/-])(?:/[^/\s,\[\]=]+)+/(?=[^/\s,\[\]=])")
 
 RECIPE_FILE, PROVENANCE_FILE = "recipe.yaml", "provenance.json"
 
@@ -31,18 +35,20 @@ def export_draft(network: DraftModel, folder: Path, config: TrainConfig, facts: 
         assert network.vocabulary is not None
         write_json_atomically(folder / network.config.draft_vocabulary_file, list(network.vocabulary))
     write_json_atomically(folder / CONFIG_FILE, network.config.to_json())
-    write_recipe(folder / RECIPE_FILE, config)
+    write_recipe(folder / RECIPE_FILE, config, portable=True)
     write_json_atomically(folder / PROVENANCE_FILE, provenance() | facts)
 
 
-def write_recipe(path: Path, config: TrainConfig) -> None:
-    """The resolved recipe as YAML."""
-    text = yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False)
+def write_recipe(path: Path, config: TrainConfig, *, portable: bool = False) -> None:
+    """The resolved recipe as YAML; `portable` keeps only the last part of absolute paths, for a draft that is
+    published."""
+    values = json.loads(config.model_dump_json())
+    text = yaml.safe_dump(_portable(values) if portable else values, sort_keys=False)
     write_atomically(path, text.encode())
 
 
 def provenance() -> dict[str, object]:
-    """Command and versions of this run; paths are left out of the command but its last part."""
+    """Command and versions of this run; of absolute paths only the last part is kept."""
     packages = ("dflash", "torch", "transformers", "safetensors", "numpy")
     versions: dict[str, str] = {}
     for name in packages:
@@ -50,10 +56,23 @@ def provenance() -> dict[str, object]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    command = [Path(sys.argv[0]).name, *(_shortened(word) for word in sys.argv[1:])]
     return {
         "command": command,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "packages": versions,
     }
+
+
+def _portable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _portable(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_portable(inner) for inner in value]
+    return _shortened(value) if isinstance(value, str) else value
+
+
+def _shortened(text: str) -> str:
+    """Absolute paths inside `text` cut to their last part: where a machine keeps its files is nobody's business."""
+    return _FOLDERS.sub("", text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,33 +26,46 @@ MANIFEST = "manifest.json"
 
 
 class FeatureSource(Protocol):
-    """Gives the features [S, M * H] of a sequence of token ids."""
+    """Gives features [S, M * H] of sequences of token ids."""
 
-    def features(self, token_ids: Sequence[int]) -> Tensor: ...
+    def features(self, token_ids: Sequence[int]) -> Tensor:
+        """Of one sequence."""
+        ...
+
+    def batch(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Of several, in their order; one forward of the target where they have to be computed."""
+        ...
 
 
 class OnlineFeatures:
-    """Runs the target's decoder (no head) over a whole sequence and keeps the taps only."""
+    """Runs the target's decoder (no head) over whole sequences and keeps the taps only."""
 
     def __init__(self, decoder: nn.Module, layers: Sequence[nn.Module], taps: Sequence[int]) -> None:
         self._decoder, self._layers, self._taps = decoder, [layers[z] for z in taps], tuple(taps)
         self._device = next(decoder.parameters()).device
 
-    @torch.inference_mode()
     def features(self, token_ids: Sequence[int]) -> Tensor:
         """[S, M * H] in the target's dtype."""
+        return self.batch([token_ids])[0]
+
+    @torch.inference_mode()
+    def batch(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """One [S, M * H] per sequence. Shorter ones are padded behind their end, where causal attention hides it."""
+        longest = max(len(ids) for ids in sequences)
+        padded = torch.tensor([[*ids, *([0] * (longest - len(ids)))] for ids in sequences], device=self._device)
         captured: list[Tensor] = []
 
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            captured.append((output[0] if isinstance(output, tuple) else output)[0])
+            captured.append(output[0] if isinstance(output, tuple) else output)
 
         handles = [layer.register_forward_hook(keep) for layer in self._layers]
         try:
-            self._decoder(torch.tensor([list(token_ids)], device=self._device), use_cache=False)
+            self._decoder(padded, use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
-        return torch.cat(captured, dim=-1)
+        rows = torch.cat(captured, dim=-1)
+        return [rows[number, : len(ids)] for number, ids in enumerate(sequences)]
 
 
 class CachedFeatures:
@@ -63,7 +77,7 @@ class CachedFeatures:
         manifest = folder / MANIFEST
         convention = {"state": "decoder layer output, before any norm", "dtype": "bfloat16", **convention}
         if manifest.is_file():
-            if json.loads(manifest.read_text(encoding="utf-8")) != convention:
+            if _read_manifest(manifest) != convention:
                 raise CheckpointError(
                     f"{folder} holds features of another target or other taps; give another data.features_folder."
                 )
@@ -72,21 +86,50 @@ class CachedFeatures:
 
     def features(self, token_ids: Sequence[int]) -> Tensor:
         """[S, M * H] bfloat16 values (the same whether read or just computed)."""
+        return self.batch([token_ids])[0]
+
+    def batch(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """One [S, M * H] per sequence; what is missing is computed together and written."""
+        found = [self._read(ids) for ids in sequences]
+        missing = [number for number, value in enumerate(found) if value is None]
+        if missing:
+            for number, value in zip(missing, self._source.batch([sequences[i] for i in missing]), strict=True):
+                found[number] = value.to(torch.bfloat16).contiguous()
+                self._write(sequences[number], found[number])
+        return [value for value in found if value is not None]
+
+    def _path(self, token_ids: Sequence[int]) -> Path:
         digest = hashlib.sha256(torch.tensor(list(token_ids), dtype=torch.int32).numpy().tobytes()).hexdigest()[:24]
-        path = self._folder / digest[:2] / f"{digest}.safetensors"
-        if path.is_file():
-            try:
-                return load_file(path)["features"]
-            except SafetensorError as error:
-                raise CheckpointError(f"{path} is damaged; delete it, it will be computed again.") from error
-        value = self._source.features(token_ids).to(torch.bfloat16).contiguous()
+        return self._folder / digest[:2] / f"{digest}.safetensors"
+
+    def _read(self, token_ids: Sequence[int]) -> Tensor | None:
+        path = self._path(token_ids)
+        if not path.is_file():
+            return None
+        try:
+            value = load_file(path)["features"]
+        except (SafetensorError, OSError, KeyError) as error:
+            raise CheckpointError(f"{path} is damaged; delete it, it will be computed again.") from error
+        if value.ndim != 2 or value.shape[0] != len(token_ids):
+            raise CheckpointError(f"{path} is of another sequence; delete it, it will be computed again.")
+        return value
+
+    def _write(self, token_ids: Sequence[int], value: Tensor | None) -> None:
+        assert value is not None
+        path = self._path(token_ids)
         path.parent.mkdir(exist_ok=True)
-        partial = path.with_suffix(".partial")
+        partial = path.with_suffix(f".{os.getpid()}.partial")
         save_file({"features": value.cpu()}, partial)
         partial.replace(path)
-        return value
 
 
 def cache_gigabytes(num_tokens: int, num_taps: int, hidden_size: int) -> float:
     """Size on disk of cached features (two bytes per value)."""
     return num_tokens * num_taps * hidden_size * 2 / 1e9
+
+
+def _read_manifest(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); delete the folder, or give another one.") from error

@@ -25,6 +25,10 @@ def reference_loss(
     return -(weights_R * (target * log_q).sum(-1)).sum()
 
 
+_LARGEST_CHUNK = 2**26
+"""Logits formed at a time (a quarter of a GiB in float32), whatever the vocabulary."""
+
+
 class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -41,6 +45,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         gradient = torch.empty_like(hidden_RH)
         predicted = torch.empty_like(labels_R)
         total = hidden_RH.new_zeros((), dtype=torch.float32)
+        chunk = min(chunk, max(1, _LARGEST_CHUNK // head_VH.shape[0]))
         for start in range(0, hidden_RH.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = (hidden_RH[rows] @ head_VH.T).float()
@@ -79,6 +84,9 @@ def frozen_head_loss(
     distill: float = 0.0,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """(summed weighted loss, arg max row per supervised row). The caller divides by the sum of weights."""
+    """(summed weighted loss, arg max row per supervised row). The caller divides by the sum of weights.
+
+    Up to four float32 matrices [chunk, V] exist at a time; `chunk` shrinks for vocabularies beyond 64k rows.
+    """
     apply: Callable[..., tuple[Tensor, Tensor]] = _FrozenHeadLoss.apply
     return apply(hidden_RH, head_VH, labels_R, weights_R, teacher_PV, teacher_rows_R, distill, chunk)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dflash.backends.torch.compat import text_config
 from dflash.backends.torch.draft_model import DraftModel, load_draft
-from dflash.backends.torch.loading import LoadedTarget, check_pair, open_target, set_threads
+from dflash.backends.torch.loading import LoadedTarget, check_pair, end_of_sequence_ids, open_target, set_threads
 from dflash.core.draft_config import DraftConfig
 from dflash.errors import ConfigError, UnsupportedModel
 from dflash.resolve import Progress, resolve_draft, resolve_target
@@ -64,10 +64,16 @@ def prepare_run(config: TrainConfig, progress: Progress | None = None) -> Run:
         held_out=config.data.held_out,
         limit=config.data.limit,
         seed=config.data.split_seed,
+        vocab_size=text_config(target.model).vocab_size,
     )
     network = _network(config, target, data)
     device = target.model.device
     check_pair(network.config, target.model, draft_name=config.init or "the new draft", target_name=config.target)
+    if (
+        config.loss.distill > 0
+        and network.config.target_layer_ids[-1] != text_config(target.model).num_hidden_layers - 1
+    ):
+        raise ConfigError("loss.distill needs the target's last layer among target_layer_ids; add it, or set 0.")
     head = frozen_head(target.model, network)
     features = feature_source(config, target.model, network.config.target_layer_ids, data)
     return Run(target, data, network.to(device).train(), head, features, device, target.model.dtype)
@@ -91,7 +97,15 @@ def frozen_head(model: Any, network: DraftModel) -> FrozenHead:
         kept = torch.tensor(network.vocabulary, device=weight.device)
         rows[kept] = torch.arange(len(kept), device=weight.device)
         weight = weight[kept].contiguous()
-    return FrozenHead(model.get_input_embeddings().weight, weight, model.get_decoder().norm, rows)
+    return FrozenHead(model.get_input_embeddings().weight, weight, final_norm(model), rows)
+
+
+def final_norm(model: Any) -> nn.Module:
+    """The norm between the decoder's last layer and the head; UnsupportedModel where it is not found by convention."""
+    norm = getattr(model.get_decoder(), "norm", None)
+    if not isinstance(norm, nn.Module):
+        raise UnsupportedModel(f"the decoder of {type(model).__name__} has no module `norm`; no draft can be trained.")
+    return norm
 
 
 def feature_source(config: TrainConfig, model: Any, taps: Sequence[int], data: Dataset) -> FeatureSource:
@@ -130,6 +144,7 @@ def _network(config: TrainConfig, target: LoadedTarget, data: Dataset) -> DraftM
     if config.init is not None:
         source = resolve_draft(config.init, resolve_target(config.target))
         network = load_draft(source.path, torch.device("cpu"), torch.float32).requires_grad_(True)
+        _refuse_contradiction(config.network, network)
         return network
     description, vocabulary = _describe(config.network, target, data)
     network = DraftModel(description)
@@ -139,28 +154,48 @@ def _network(config: TrainConfig, target: LoadedTarget, data: Dataset) -> DraftM
         warm_start.random_start(network, generator)
         return network
     layers = decoder_layers(target.model)
+    if config.network.start == "target" and description.num_hidden_layers > len(layers):
+        raise ConfigError(
+            f"network.num_layers {description.num_hidden_layers} is more than the target's {len(layers)}; lower it, or "
+            "set network.start to random."
+        )
     samples = data.train[:16]
     online = OnlineFeatures(target.model.get_decoder(), layers, description.target_layer_ids)
     features = [online.features(s.token_ids.tolist()).float().cpu() for s in samples]
     if config.network.start == "routed":
         embedding: Any = target.model.get_input_embeddings()
-        final_norm: Tensor = target.model.get_decoder().norm.weight
+        norm_weight: Any = final_norm(target.model).weight
         warm_start.start_routed(
             network,
             features,
             embedding.weight.float().cpu(),
             torch.cat([torch.from_numpy(s.token_ids) for s in samples]),
-            final_norm.float().cpu(),
+            norm_weight.float().cpu(),
             generator,
         )
         return network
     inputs = warm_start.attention_inputs(target.model, layers[-description.num_hidden_layers :], samples[0].token_ids)
-    skipped = warm_start.start_from_target(
-        network, layers, target.model.get_decoder().norm, features[0], inputs, generator
-    )
+    skipped = warm_start.start_from_target(network, layers, final_norm(target.model), features[0], inputs, generator)
     if skipped:
         logger.warning("these draft tensors have no counterpart in the target and start at random: %s", skipped)
     return network
+
+
+def _refuse_contradiction(asked: NetworkConfig, network: DraftModel) -> None:
+    """Raise ConfigError for keys of `network` that the draft of `init` does not have: it cannot be reshaped."""
+    has = vars(network.config) | {
+        "num_layers": network.config.num_hidden_layers,
+        "target_layer_ids": list(network.config.target_layer_ids),
+        "draft_vocabulary_size": len(network.vocabulary or ()),
+    }
+    default = NetworkConfig()  # type: ignore[call-arg]
+    wrong = [
+        f"network.{name} {value} (it has {has[name]})"
+        for name, value in asked
+        if name in has and value != getattr(default, name) and value != has[name]
+    ]
+    if wrong:
+        raise ConfigError(f"the draft of init cannot take another shape: {', '.join(wrong)}; leave these keys out.")
 
 
 def _describe(
@@ -175,16 +210,18 @@ def _describe(
     if theta is None:
         raise UnsupportedModel("the target's configuration has no rope_theta; this version needs rotary targets.")
     taps = network.target_layer_ids or default_taps(base.num_hidden_layers, network.num_taps)
-    used = frozenset(int(i) for s in data.train for i in s.token_ids)
+    ends = end_of_sequence_ids(target)
+    used = ends.union(*(s.token_ids.tolist() for s in (*data.train, *data.held_out)))
     mask = network.mask_token_id if network.mask_token_id is not None else default_mask_id(target, used)
-    eos = getattr(target.tokenizer, "eos_token_id", None)
-    if mask in used or mask == eos:
-        raise ConfigError(f"mask_token_id {mask} occurs in the data or ends answers; choose an unused token.")
+    if mask in used or not 0 <= mask < base.vocab_size:
+        raise ConfigError(
+            f"network.mask_token_id {mask} occurs in the data, ends answers or lies outside the vocabulary of "
+            f"{base.vocab_size}; choose an unused token, or leave it out."
+        )
     vocabulary = None
     if 0 < network.draft_vocabulary_size < base.vocab_size:
         answers = (s.token_ids[s.num_prompt :].tolist() for s in data.train)
-        always = () if eos is None else (eos,)
-        vocabulary = tuple(most_frequent(answers, network.draft_vocabulary_size, always))
+        vocabulary = tuple(most_frequent(answers, network.draft_vocabulary_size, sorted(ends)))
     return (
         DraftConfig(
             hidden_size=base.hidden_size,

@@ -32,9 +32,9 @@ class FrozenHead:
     """[V] row of head_KH per target id, -1 outside the draft vocabulary."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepSums:
-    """Sums over supervised slots; add them up over micro-batches."""
+    """Sums over supervised slots; add them up over micro-batches and processes."""
 
     loss: Tensor
     weight: float
@@ -46,6 +46,37 @@ class StepSums:
     """Σ over blocks of (1 + correct prefix length): teacher-forced acceptance lengths."""
     num_blocks: int
 
+    def numbers(self) -> Tensor:
+        """All sums in one float64 vector on the CPU: loss, weight, accepted, num_blocks, correct_T, supervised_T."""
+        scalars = torch.tensor([float(self.loss.detach()), self.weight, self.accepted, self.num_blocks])
+        return torch.cat([scalars.double(), self.correct_T.double().cpu(), self.supervised_T.double().cpu()])
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What sums over any number of micro-batches say about the draft, teacher-forced."""
+
+    loss: float
+    """Weighted mean over the slots that the draft can score."""
+    expected_acceptance_length: float
+    """Mean over blocks of 1 + number of leading slots that are right."""
+    slot_accuracy: list[float]
+    """[B - 1] share of right slots."""
+    num_labels: int
+    """Slots with a label."""
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> StepFigures:
+        """From (a sum of) `StepSums.numbers`."""
+        loss, weight, accepted, blocks = numbers[:4].tolist()
+        correct_T, supervised_T = numbers[4:].chunk(2)
+        return cls(
+            loss=loss / max(weight, 1e-8),
+            expected_acceptance_length=accepted / max(blocks, 1),
+            slot_accuracy=[round(share, 4) for share in (correct_T / supervised_T.clamp(min=1)).tolist()],
+            num_labels=int(supervised_T.sum()),
+        )
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -56,8 +87,8 @@ class Batch:
     anchor_ids_NA: Tensor
     labels_NAT: Tensor
     supervised_NAT: Tensor
-    visible_NAS: Tensor | None
-    """Context row s < anchor; None never occurs in training."""
+    visible_NAS: Tensor
+    """Context row s < anchor."""
 
 
 def collate(features: Sequence[Tensor], token_ids: Sequence[NDArray[np.int64]], blocks: Sequence[Blocks]) -> Batch:
@@ -88,9 +119,7 @@ def forward_blocks(draft: DraftModel, batch: Batch, embed_VH: Tensor) -> Tensor:
     ids[..., 0] = batch.anchor_ids_NA
     positions = torch.arange(batch.features_NSF.shape[1], device=ids.device).expand(n, -1)
     contexts = draft.project_context(batch.features_NSF, positions)
-    bias = None
-    if batch.visible_NAS is not None:
-        bias = torch.zeros(batch.visible_NAS.shape, device=ids.device).masked_fill_(~batch.visible_NAS, -torch.inf)
+    bias = torch.zeros(batch.visible_NAS.shape, device=ids.device).masked_fill_(~batch.visible_NAS, -torch.inf)
     hidden: Tensor = draft(embed_VH[ids].to(draft.fc.weight.dtype), batch.anchors_NA, contexts, bias)
     return hidden
 

@@ -1,7 +1,7 @@
 """The training loop: visits, optimizer steps, checkpoints, metrics and evaluation; knows no algorithm.
 
 A run is a pure function of its recipe: order and anchors are keyed by (seed, visit), so a run that was killed at any
-moment and resumed goes on to the same losses as one that was not.
+moment and resumed goes on to the same losses and the same records as one that was not.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from dflash.backends.torch.loading import end_of_sequence_ids
@@ -27,14 +28,17 @@ from dflash.train import data as data_module
 from dflash.train.anchors import draw_blocks
 from dflash.train.checkpoint import Position, load_checkpoint, save_checkpoint
 from dflash.train.config import OptimizerConfig, TrainConfig, load_config
-from dflash.train.evaluate import DecodeReport, decode_report
+from dflash.train.evaluate import DecodeReport, decode_report, held_out_figures
 from dflash.train.export import RECIPE_FILE, export_draft, write_recipe
+from dflash.train.jsonl import read_json_object, write_json_atomically
 from dflash.train.metrics import MetricsWriter
+from dflash.train.processes import Processes, SingleProcess
 from dflash.train.setup import Run, prepare_run
-from dflash.train.step import Batch, StepSums, collate, training_sums
+from dflash.train.step import Batch, StepFigures, StepSums, collate, training_sums
 
 logger = logging.getLogger(__name__)
 
+DATA_FILE = "data.json"
 _FREE_TO_CHANGE = {"out", "device", "num_threads", "dtype", "log_every", "checkpoint_every", "evaluate_every"}
 _FREE_TO_CHANGE |= {"evaluate_prompts", "evaluate_tokens", "max_minutes"}
 
@@ -55,16 +59,26 @@ def run_training(
 ) -> TrainSummary:
     """Train as the recipe says; `resume` continues from the newest checkpoint in its `out` folder.
 
-    Raises DFlashError subclasses; a folder that already holds a run is refused without `resume`.
+    Raises DFlashError subclasses; a folder that already holds a run is refused without `resume`, and one in which
+    another process trains in any case.
     """
     config = load_config(config_path, overrides)
-    started = (config.out / "checkpoints").is_dir() and any((config.out / "checkpoints").glob("step-*"))
+    started = any((config.out / "checkpoints").glob("step-*"))
     if started and not resume:
         raise ConfigError(f"{config.out} already holds a run; add --resume to continue it, or give another out.")
-    config.out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(config, prepare_run(config, progress))
-    write_recipe(config.out / RECIPE_FILE, config)
-    return trainer.train(progress)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out {config.out} cannot be made ({error.strerror}); give another folder.") from error
+    try:
+        with FileLock(config.out / ".lock", timeout=0):
+            run = prepare_run(config, progress)
+            _check_data(config.out / DATA_FILE, run, started=started)
+            trainer = Trainer(config, run)
+            write_recipe(config.out / RECIPE_FILE, config)
+            return trainer.train(progress)
+    except Timeout as error:
+        raise ConfigError(f"another process is training in {config.out}; wait for it, or give another out.") from error
 
 
 def fingerprint(config: TrainConfig) -> str:
@@ -88,8 +102,9 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 class Trainer:
     """One run in memory."""
 
-    def __init__(self, config: TrainConfig, run: Run) -> None:
+    def __init__(self, config: TrainConfig, run: Run, processes: Processes | None = None) -> None:
         self.config, self.run = config, run
+        self.processes = processes or SingleProcess()
         self.optimizer = torch.optim.AdamW(
             run.network.parameters(),
             lr=config.optimizer.learning_rate,
@@ -104,53 +119,80 @@ class Trainer:
                 f"the checkpoints in {self.checkpoints} belong to another recipe; restore it, or give another out."
             )
         self.position = found or Position(step=0, visit=0, seconds=0.0, recipe=fingerprint(config))
-        self.metrics = MetricsWriter(config.out, resume_step=self.position.step)
+        self.metrics = MetricsWriter(config.out, resume_step=self.position.step) if self.processes.is_main else None
         self.target = TorchTarget(run.target.model, taps=run.network.config.target_layer_ids)
         self._pending: list[StepSums] = []
         self._logged_seconds = self.position.seconds
 
     def train(self, progress: Progress | None = None) -> TrainSummary:
         """Run to the last step (or the time limit), then export."""
+        try:
+            report = self._steps(progress)
+            folder = self.config.out / "draft"
+            if self.processes.is_main:
+                self._export(folder, report)
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
+            self.target.close()
+        return TrainSummary(self.position.step, folder, report.acceptance_length if report else float("nan"))
+
+    def _steps(self, progress: Progress | None) -> DecodeReport | None:
         config, started = self.config, time.perf_counter()
-        before = self.position.seconds
+        per_step = config.optimizer.sequences_per_step
         visits = data_module.visits(len(self.run.data.train), seed=config.seed, start=self.position.visit)
-        step, visit = self.position.step, self.position.visit
-        report: DecodeReport | None = None
-        while step < config.steps:
-            rate = learning_rate(step, config.steps, config.optimizer)
-            chosen = [next(visits) for _ in range(config.optimizer.sequences_per_step)]
-            self._step(chosen, rate)
-            step, visit = step + 1, visit + len(chosen)
-            seconds = before + time.perf_counter() - started
-            self.position = Position(step=step, visit=visit, seconds=seconds, recipe=self.position.recipe)
-            out_of_time = config.max_minutes is not None and time.perf_counter() - started > 60 * config.max_minutes
-            last = step == config.steps or out_of_time
-            if step % config.log_every == 0 or last:
-                self._log(rate, progress)
-            if step % config.checkpoint_every == 0 or last:
-                save_checkpoint(self.checkpoints, self.run.network, self.optimizer, self.position)
-            if config.evaluate_prompts and (step % config.evaluate_every == 0 or last):
-                report = self._evaluate(progress)
+        # A process that was killed may have written the checkpoint of this step, but not its evaluation.
+        report = self._evaluate(progress) if self.position.step and self._evaluates(self.position.step) else None
+        while self.position.step < config.steps:
+            begun, at = time.perf_counter(), self.position
+            rate = learning_rate(at.step, config.steps, config.optimizer)
+            self._step([next(visits) for _ in range(per_step)], rate)
+            now = time.perf_counter()
+            self.position = Position(
+                step=at.step + 1, visit=at.visit + per_step, seconds=at.seconds + now - begun, recipe=at.recipe
+            )
+            out_of_time = config.max_minutes is not None and now - started > 60 * config.max_minutes
+            report = self._after_step(rate, progress, last=out_of_time) or report
             if out_of_time:
                 break
-        folder = self._export(report)
-        self.metrics.close()
-        self.target.close()
-        return TrainSummary(step, folder, report.acceptance_length if report else float("nan"))
+        return report
 
-    def _step(self, chosen: list[tuple[int, np.random.Generator]], rate: float) -> None:
+    def _after_step(self, rate: float, progress: Progress | None, *, last: bool) -> DecodeReport | None:
+        """Log, save and evaluate where the recipe says so, and at the end."""
+        config, step = self.config, self.position.step
+        last = last or step == config.steps
+        saves = last or step % config.checkpoint_every == 0
+        if saves or step % config.log_every == 0:  # at every checkpoint, so that no step is left out of the records
+            self._log(rate, progress)
+        if saves and self.processes.is_main:
+            save_checkpoint(self.checkpoints, self.run.network, self.optimizer, self.position)
+        return self._evaluate(progress) if last or self._evaluates(step) else None
+
+    def _evaluates(self, step: int) -> bool:
+        return step % self.config.evaluate_every == 0 or step == self.config.steps
+
+    def _step(self, chosen: Sequence[tuple[int, np.random.Generator]], rate: float) -> None:
         size = self.config.optimizer.micro_batch
+        mine = self.processes.share(chosen)
         sums = []
-        for start in range(0, len(chosen), size):
-            result = self.sums(chosen[start : start + size])
+        for start in range(0, len(mine), size):
+            result = self.sums(mine[start : start + size])
             result.loss.backward()
             sums.append(result)
-        weight = sum(s.weight for s in sums)
-        parameters = [p for p in self.run.network.parameters() if p.grad is not None]
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.div_(max(weight, 1e-8))
-        torch.nn.utils.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm)
+        parameters = list(self.run.network.parameters())
+        for parameter in parameters:  # a process whose share is empty adds zeros
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        weight = torch.tensor([sum(s.weight for s in sums)], dtype=torch.float64)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self.processes.total([weight, *gradients])
+        for gradient in gradients:
+            gradient.div_(max(float(weight), 1e-8))
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm)
+        if not bool(norm.isfinite()):
+            raise ConfigError(
+                f"training diverged at step {self.position.step + 1} (gradients are not finite); resume from the last "
+                "checkpoint with dtype=float32, or start anew with a lower optimizer.learning_rate."
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -171,8 +213,9 @@ class Trainer:
             )
             for s, (_, rng) in zip(sequences, chosen, strict=True)
         ]
-        features = [run.features.features(s.token_ids.tolist()).to(run.device, torch.float32) for s in sequences]
-        batch: Batch = collate(features, [s.token_ids for s in sequences], blocks)
+        features = run.features.batch([s.token_ids.tolist() for s in sequences])
+        moved = [rows.to(run.device, torch.float32) for rows in features]
+        batch = collate(moved, [s.token_ids for s in sequences], blocks)
         with run.autocast():
             return training_sums(
                 run.network,
@@ -184,41 +227,61 @@ class Trainer:
             )
 
     def _teacher_states(self, batch: Batch) -> Tensor | None:
-        """Distillation needs the target's last states, which are features when the last layer is tapped."""
+        """Distillation needs the target's last states, which are its last tap (`prepare_run` has checked that)."""
         if self.config.loss.distill == 0:
             return None
-        draft = self.run.network.config
-        if draft.target_layer_ids[-1] != self.target.num_layers - 1:
-            raise ConfigError("loss.distill needs the target's last layer among target_layer_ids; add it, or set 0.")
-        return batch.features_NSF[..., -draft.hidden_size :]
+        return batch.features_NSF[..., -self.run.network.config.hidden_size :]
 
     def _log(self, rate: float, progress: Progress | None) -> None:
         pending, self._pending = self._pending, []
-        weight = sum(s.weight for s in pending)
-        loss = float(sum(float(s.loss) for s in pending)) / max(weight, 1e-8)
-        blocks = sum(s.num_blocks for s in pending)
-        accepted = sum(s.accepted for s in pending) / max(blocks, 1)
-        correct = torch.stack([s.correct_T for s in pending]).sum(0)
-        supervised = torch.stack([s.supervised_T for s in pending]).sum(0)
-        accuracy = (correct / supervised.clamp(min=1)).tolist()
+        numbers = torch.stack([s.numbers() for s in pending]).sum(0)
+        self.processes.total([numbers])
+        figures = StepFigures.of(numbers)
         seconds = self.position.seconds - self._logged_seconds
         self._logged_seconds = self.position.seconds
         values = {
-            "loss": loss,
-            "expected_acceptance_length": accepted,
-            "slot_accuracy": [round(a, 4) for a in accuracy],
+            "loss": figures.loss,
+            "expected_acceptance_length": figures.expected_acceptance_length,
+            "slot_accuracy": figures.slot_accuracy,
             "learning_rate": rate,
-            "positions_per_second": float(supervised.sum()) / max(seconds, 1e-9),
+            "positions_per_second": figures.num_labels / max(seconds, 1e-9),
             "visit": self.position.visit,
             "seconds": self.position.seconds,
         }
-        self.metrics.write("train", self.position.step, values)
-        text = f"step {self.position.step}/{self.config.steps}  loss {loss:.3f}  expected acceptance {accepted:.3f}"
+        step, steps = self.position.step, self.config.steps
+        text = f"step {step}/{steps}  loss {figures.loss:.3f}  expected acceptance "
+        text += f"{figures.expected_acceptance_length:.3f}"
+        if self.metrics is not None:
+            self.metrics.write("train", step, values)
+            logger.info("%s", text)
         if progress is not None:
-            progress(text, self.position.step / self.config.steps)
-        logger.info("%s", text)
+            progress(text, step / steps)
 
-    def _evaluate(self, progress: Progress | None) -> DecodeReport:
+    def _evaluate(self, progress: Progress | None) -> DecodeReport | None:
+        """Evaluate on held-out sequences (in the main process); what an earlier process found at this step stands."""
+        if self.metrics is None:
+            return None
+        step = self.position.step
+        self.run.network.eval()
+        if self.metrics.earlier("held_out", step) is None:
+            with self.run.autocast():
+                figures = held_out_figures(
+                    self.run.network,
+                    self.run.head,
+                    self.run.features,
+                    self.run.data.held_out,
+                    gamma=self.config.loss.gamma,
+                )
+            self.metrics.write("held_out", step, vars(figures))
+        report = None
+        if self.config.evaluate_prompts:
+            earlier = self.metrics.earlier("decode", step)
+            report = self._decode(progress) if earlier is None else DecodeReport(**earlier)
+            self.metrics.write("decode", step, vars(report))
+        self.run.network.train()
+        return report
+
+    def _decode(self, progress: Progress | None) -> DecodeReport:
         config = self.config
         prompts = [s.token_ids[: s.num_prompt].tolist() for s in self.run.data.held_out[: config.evaluate_prompts]]
         report = decode_report(
@@ -229,7 +292,6 @@ class Trainer:
             max_new_tokens=config.evaluate_tokens,
             progress=None if progress is None else lambda n: progress("decoding held-out prompts", n / len(prompts)),
         )
-        self.metrics.write("decode", self.position.step, vars(report))
         logger.info(
             "step %d: acceptance length %.3f by the decode loop (%.3f averaged per prompt)",
             self.position.step,
@@ -238,17 +300,33 @@ class Trainer:
         )
         return report
 
-    def _export(self, report: DecodeReport | None) -> Path:
-        folder = self.config.out / "draft"
+    def _export(self, folder: Path, report: DecodeReport | None) -> None:
+        data = self.run.data
         facts: dict[str, object] = {
             "steps": self.position.step,
             "sequences_seen": self.position.visit,
             "training_hours": round(self.position.seconds / 3600, 3),
+            "data": {"sequences": len(data.train), "held_out": len(data.held_out), "fingerprint": data.fingerprint()},
             "held_out": vars(report) if report else None,
         }
         export_draft(self.run.network, folder, self.config, facts)
-        return folder
+
+
+def _check_data(path: Path, run: Run, *, started: bool) -> None:
+    """Raise ConfigError if the run was started on other sequences: their order would be another, and held-out ones
+    could be learnt from."""
+    now = {"sequences": len(run.data.train), "held_out": len(run.data.held_out), "fingerprint": run.data.fingerprint()}
+    if started and path.is_file():
+        before = read_json_object(path)
+        if before != now:
+            raise ConfigError(
+                f"{path.parent} was started on {before.get('sequences')} sequences (fingerprint "
+                f"{before.get('fingerprint')}), but data.answers now gives {now['sequences']} ({now['fingerprint']}); "
+                "restore the answers, or start a new run with init from the exported draft."
+            )
+        return
+    write_json_atomically(path, now)
 
 
 def _detached(sums: StepSums) -> StepSums:
-    return StepSums(sums.loss.detach(), sums.weight, sums.correct_T, sums.supervised_T, sums.accepted, sums.num_blocks)
+    return replace(sums, loss=sums.loss.detach())

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash.backends.torch.draft_model import DraftLayer, DraftModel
+from dflash.errors import UnsupportedModel
 
 
 @torch.no_grad()
@@ -50,8 +51,9 @@ def start_from_target(
         for name, parameter in layer.named_parameters():
             if name in given and given[name].shape == parameter.shape:
                 parameter.copy_(given[name])
-            elif name.endswith(("q_norm.weight", "k_norm.weight")):
-                projection = getattr(source.self_attn, f"{name.split('.')[1][0]}_proj")
+                continue
+            projection = getattr(getattr(source, "self_attn", None), f"{name.split('.')[1][0]}_proj", None)
+            if name.endswith(("q_norm.weight", "k_norm.weight")) and projection is not None:
                 parameter.fill_(float(projection(sample_inputs[number]).float().pow(2).mean().sqrt()))
             else:
                 skipped.append(f"layers.{number}.{name}")
@@ -77,13 +79,21 @@ def _start_fusion(draft: DraftModel, features_SF: Tensor, generator: torch.Gener
 
 
 def attention_inputs(model: Any, layers: Sequence[nn.Module], token_ids: np.ndarray[Any, Any]) -> list[Tensor]:
-    """Normed inputs [S, H] of the attention of each layer for one sequence."""
+    """Normed inputs [S, H] of the attention of each layer for one sequence.
+
+    Raises UnsupportedModel where a layer has no `input_layernorm`.
+    """
     captured: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
         captured.append(output[0])
 
-    norms = [layer.get_submodule("input_layernorm") for layer in layers]
+    norms = [norm for layer in layers if isinstance(norm := getattr(layer, "input_layernorm", None), nn.Module)]
+    if len(norms) < len(layers):
+        raise UnsupportedModel(
+            f"the layers of {type(model).__name__} have no `input_layernorm` to start a draft from; set "
+            "network.start to random."
+        )
     handles = [norm.register_forward_hook(keep) for norm in norms]
     try:
         with torch.inference_mode():

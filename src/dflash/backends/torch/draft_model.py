@@ -56,6 +56,13 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return x * rotary.cos + torch.cat([-second, first], dim=-1) * rotary.sin
 
 
+class RMSNorm(nn.RMSNorm):
+    """Computes in the dtype of its weight: under autocast the input may be narrower, which torch runs unfused."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps)
+
+
 class Attention(nn.Module):
     """Grouped-query attention of block rows over context rows and their own block."""
 
@@ -67,8 +74,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=False)
         self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(width, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(width, eps=config.rms_norm_eps)
 
     def project_context(self, context_NSH: Tensor, rotary_SD: Rotary) -> ContextKV:
         """K/V of context rows: they depend on the fused features alone, so they are computed once per token."""
@@ -148,8 +155,8 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x_NABH: Tensor, context: ContextKV, rotary: Rotary, bias_NAS: Tensor | None) -> Tensor:
         x_NABH = x_NABH + self.self_attn(self.input_layernorm(x_NABH), context, rotary, bias_NAS)
@@ -166,9 +173,9 @@ class DraftModel(nn.Module):
         self.vocabulary: tuple[int, ...] | None = None
         """Target ids that the draft scores (ascending); None = all of the target's head."""
         self.fc = nn.Linear(config.fc_in_features, config.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([DraftLayer(config) for _ in range(config.num_hidden_layers)])
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def project_context(self, features_NSF: Tensor, positions_NS: Tensor) -> list[ContextKV]:
         """Keys and values of context rows for every layer.
@@ -206,7 +213,8 @@ def load_draft(folder: Path, device: torch.device, dtype: torch.dtype) -> DraftM
     """Read a draft folder (config.json, model.safetensors) into a network ready for inference.
 
     Every expected tensor must be there with its shape and finite numbers, and no other: a draft with a hole would
-    still give correct text, only slowly. Raises CheckpointError or UnsupportedModel.
+    still give correct text, only slowly. Raises CheckpointError (also for weights that overflow `dtype`) or
+    UnsupportedModel.
     """
     config = read_draft_config(folder)
     path = folder / WEIGHTS_FILE
@@ -220,8 +228,10 @@ def load_draft(folder: Path, device: torch.device, dtype: torch.dtype) -> DraftM
         network = DraftModel(config)
     network.vocabulary = read_draft_vocabulary(folder, config)
     check_tensors(network, tensors, source=str(path))
+    tensors = {name: value.to(device=device, dtype=dtype) for name, value in tensors.items()}
+    check_tensors(network, tensors, source=f"{path} as {dtype}")
     network.load_state_dict(tensors, strict=True, assign=True)
-    return network.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    return network.eval().requires_grad_(False)
 
 
 def check_tensors(network: DraftModel, tensors: Mapping[str, Tensor], *, source: str) -> None:
@@ -242,5 +252,7 @@ def check_tensors(network: DraftModel, tensors: Mapping[str, Tensor], *, source:
     for name, value in tensors.items():
         if tuple(value.shape) != expected[name]:
             raise CheckpointError(f"{source}: {name} has shape {list(value.shape)}, not {list(expected[name])}.")
+        if not value.is_floating_point():
+            raise CheckpointError(f"{source}: {name} holds {value.dtype}, not floating-point weights; export it again.")
         if not bool(value.isfinite().all()):
             raise CheckpointError(f"{source}: {name} holds NaN or infinity; the draft is unusable, export it again.")

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dflash.backends.torch.draft_model import load_draft
+from dflash.backends.torch.draft_model import DraftModel, load_draft
 from dflash.backends.torch.drafters.dflash import DFlashDrafter
-from dflash.backends.torch.exactness import MAX_WIDTH, WidthClass, probe
+from dflash.backends.torch.exactness import WidthClass, probe
 from dflash.backends.torch.loading import (
     check_pair,
     choose_device,
@@ -31,6 +31,7 @@ from dflash.backends.torch.loading import (
     load_target,
     set_threads,
 )
+from dflash.backends.torch.packing import pack_linears
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
 from dflash.cache import file_sha256
@@ -49,6 +50,8 @@ Prompt = str | Sequence[Mapping[str, str]]
 """One user message, or a conversation of {"role": ..., "content": ...} messages."""
 
 _DEFAULT_PARAMS = SamplingParams()
+_PROBED_WIDTH = 16
+"""Rows of the widest forward that the load-time probe covers; a wider block is probed at its own width."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +141,17 @@ def load(
     )
     if draft_source is not None and config is not None:
         check_pair(config, loaded.model, draft_name=draft_source.name, target_name=target_source.name)
+    # Likewise the draft's weights before the probe.
+    network = None if draft_source is None else _load_network(draft_source, loaded.model, report)
+    report("packing weights", None)
+    pack_linears(loaded.model)
     exactness = _probe(loaded.model, config.block_size if config else 1, report) if exact else None
     shared = TorchTarget(
         loaded.model,
         taps=config.target_layer_ids if config else (),
         exact_width=exactness.width if exactness else 1,
     )
-    drafter = None if draft_source is None else _open_drafter(draft_source, shared, report)
+    drafter = None if network is None else load_attribute(DRAFTERS["dflash"])(network, shared)
     return Engine(
         target=shared,
         drafter=drafter,
@@ -322,7 +329,8 @@ def _count(stats: Stats, step: Round) -> None:
 
 def _probe(model: Any, block_size: int, report: Progress) -> WidthClass:
     report("checking bit-exactness", None)
-    found = probe(model, max_width=max(MAX_WIDTH, block_size))
+    # The same widths with and without a draft, or the two could settle on different classes.
+    found = probe(model, max_width=max(_PROBED_WIDTH, block_size))
     if not found.holds:
         logger.warning(
             "bit-exact decoding is not possible here: %s Near-ties may differ from plain decoding.", found.reason
@@ -330,14 +338,11 @@ def _probe(model: Any, block_size: int, report: Progress) -> WidthClass:
     return found
 
 
-def _open_drafter(source: Source, target: TorchTarget, report: Progress) -> DFlashDrafter:
+def _load_network(source: Source, model: PreTrainedModel, report: Progress) -> DraftModel:
     report(f"loading draft {source.name}", None)
     # float16 overflows in the feature fusion of real targets (formats §7); the drafter casts at its border.
-    dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
-    network = load_draft(source.path, target.device, dtype)
-    kind = load_attribute(DRAFTERS["dflash"])
-    drafter: DFlashDrafter = kind(network, target)
-    return drafter
+    dtype = torch.float32 if model.dtype == torch.float16 else model.dtype
+    return load_draft(source.path, model.device, dtype)
 
 
 def _info(

@@ -1,10 +1,11 @@
 """Does a row's result depend on the forward it was computed in? A measurement at load, on the machine that decodes.
 
 Speculative decoding computes a token's logits in a forward of several rows, plain decoding in a forward of one. Matrix
-kernels choose their summation order by shape, so near-ties may fall the other way. With storage of fixed length the
-result is the same for all forward widths of a *width class* (engines §7): on CPUs typically {1}, {2, 3}, {4, 5, ...}.
-If plain decoding pads its forward to the smallest width of the class that contains all larger ones, both give the same
-bits. `probe` finds that width by comparing bits; it knows nothing of kernels.
+kernels choose their summation order by shape, so near-ties may fall the other way. With keys and values of fixed
+length the result is the same for all forward widths of a *width class* (engines §7): typically {1}, {2, 3}, {4, 5,
+...} on CPUs, or {1, 2, ...} with packed weights (packing.py). If plain decoding pads its forward to the smallest width
+of the class that contains all larger ones, both give the same bits. `probe` finds that width by comparing bits; it
+knows nothing of kernels.
 
 The answer holds for this model, dtype, device and number of threads: probe again when one of them changes. Nothing is
 stored.
@@ -23,6 +24,9 @@ from dflash.backends.torch.target import TorchTarget
 from dflash.types import Proposal, Verdict
 
 MAX_WIDTH = 32
+LONGER = (256, 640)
+"""Keys of the forwards that stand for longer texts: one more bucket, and more than the 512 that CPU attention splits
+keys into."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,7 @@ class WidthClass:
 class _Session(Protocol):
     """What the probe uses of a target's session in exact mode."""
 
-    @property
-    def capacity(self) -> int: ...
-    def reserve(self, num_tokens: int) -> None: ...
+    def return_at_least(self, num_keys: int) -> None: ...
     def prefill(self, prompt_ids: Sequence[int]) -> Verdict: ...
     def verify(self, anchor: int, proposal: Proposal) -> Verdict: ...
     def commit(self, num_rows: int) -> None: ...
@@ -55,8 +57,8 @@ def probe(model: PreTrainedModel, *, max_width: int = MAX_WIDTH) -> WidthClass:
 
     Feeds a fixed pseudo-random text: the reference computes all rows in one forward of `max_width` rows; then narrower
     forwards that start some rows later (so that a row changes its offset, too) must repeat its rows bit by bit, from
-    the widest down to the first that does not; last, the class's narrowest forward is repeated over storage grown
-    by a bucket. Prefilled rows need no check: plain and speculative decoding share the prefill.
+    the widest down to the first that does not; last, the class's narrowest forward is repeated over more keys, as
+    later in a text. Prefilled rows need no check: plain and speculative decoding share the prefill.
 
     Args:
         model: the loaded model as it will decode.
@@ -98,9 +100,10 @@ def _probe(session: _Session, vocab_size: int, max_width: int) -> WidthClass:
         return fails(f"a row's result depends on its place in a forward of {max_width} rows")
     if width == max_width:
         return fails(f"forwards of {tried[0]} and {max_width} rows differ")
-    session.reserve(session.capacity + 1)
-    if not _repeats(session, text[:width], reference):
-        return fails(f"results change when the key/value storage grows to {session.capacity} keys")
+    for num_keys in LONGER:
+        session.return_at_least(num_keys)
+        if not _repeats(session, text[:width], reference):
+            return fails(f"results change when attention runs over {num_keys} keys")
     narrower = f"; {tried[0]} differ" if tried[0] < width else ""
     return WidthClass(
         True, width, tuple(tried), f"forwards of {width} to {max_width} rows give the same bits{narrower}."

@@ -22,9 +22,12 @@ import torch
 from dflash.backends.torch.compat import Cache, CacheLayerMixin
 from dflash.errors import UnsupportedModel
 
-BUCKET = 512
-"""Keys by which storage grows. In exact mode the model always gets the whole storage, so that the shape of the
-attention changes only at multiples of it (engines §7: 512 and 768 keys gave the same bits)."""
+BUCKET = 128
+"""In exact mode the model gets a multiple of this many keys, so that the shape of attention seldom changes. CPU kernels
+give the same bits for all multiples (tried: 128 to 2048), and attention costs as many keys as it gets; exactness.py
+checks it at load."""
+GROWTH = 1.5
+"""Factor by which storage grows at least, so that copying it stays cheap in long texts."""
 
 
 @dataclass(slots=True)
@@ -39,6 +42,8 @@ class Span:
     """Keys returned to the model."""
     capacity: int = 0
     """Keys that storage must hold."""
+    least_keys: int = 0
+    """Keys that are returned at least when whole buckets are."""
 
 
 class LayerState(CacheLayerMixin):
@@ -138,7 +143,7 @@ class SessionCache(Cache):
         """
         Args:
             state_names: Transformers' class name of each layer's state (compat.layer_state_names).
-            bucket: keys by which storage grows.
+            bucket: whole buckets of so many keys are stored and, on demand, returned.
         """
         self.span = Span()
         self.bucket = bucket
@@ -157,18 +162,27 @@ class SessionCache(Cache):
     def reserve(self, num_keys: int) -> None:
         """Make room for `num_keys` keys in all, rounded up to whole buckets. Never shrinks."""
         if num_keys > self.span.capacity:
-            self.span.capacity = -(-num_keys // self.bucket) * self.bucket
+            self.span.capacity = self._whole_buckets(max(num_keys, int(GROWTH * self.span.capacity)))
             for layer in self.layers:
                 layer.reserve()
 
-    def begin(self, num_rows: int, *, whole: bool) -> int:
+    def begin(self, num_rows: int, *, buckets: bool) -> int:
         """Prepare a forward of `num_rows` rows behind the committed ones; returns the number of keys that the model
-        gets back: all of the storage (`whole`, the tail must be masked) or just those written so far."""
+        gets back: whole buckets (the tail must be masked) or just those written so far."""
         span = self.span
-        self.reserve(span.start + num_rows)
-        span.num_rows = num_rows
-        span.num_keys = span.capacity if whole else span.start + num_rows
-        return span.num_keys
+        num_keys = span.start + num_rows
+        if buckets:
+            num_keys = self._whole_buckets(max(num_keys, span.least_keys))
+        self.reserve(num_keys)
+        span.num_rows, span.num_keys = num_rows, num_keys
+        return num_keys
+
+    def return_at_least(self, num_keys: int) -> None:
+        """From now on return at least `num_keys` keys where whole buckets are returned (the probe's test)."""
+        self.span.least_keys = num_keys
+
+    def _whole_buckets(self, num_keys: int) -> int:
+        return -(-num_keys // self.bucket) * self.bucket
 
     def update(
         self,
@@ -193,7 +207,8 @@ class SessionCache(Cache):
         """Give the memory of all layers back and forget all tokens."""
         for layer in self.layers:
             layer.free()
-        self.span.start = self.span.num_rows = self.span.num_keys = self.span.capacity = 0
+        span = self.span
+        span.start = span.num_rows = span.num_keys = span.capacity = span.least_keys = 0
 
 
 def check_states(state_names: Sequence[str], model_name: str) -> None:

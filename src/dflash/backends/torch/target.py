@@ -5,7 +5,7 @@ own key/value state. Knows the shape of a forward (rows, padding, mask, position
 (state.py), which Transformers is installed (compat.py), or what is done with the logits.
 
 Exact mode (engines §7): a row's logits depend on the shape of the forward that computed them. Every decoding forward
-therefore has at least `exact_width` rows (padding behind the fed ones, never committed) and sees key/value storage of
+therefore has at least `exact_width` rows (padding behind the fed ones, never committed) and sees keys and values in
 whole buckets with the unused tail masked. Within the width class that exactness.py finds, plain and speculative
 decoding then give the same bits. Without exact mode a plain step is one row over the keys written so far and no mask:
 the fastest form, to which all speed-ups refer.
@@ -174,10 +174,9 @@ class TorchTargetSession:
         """Keys that the state holds without growing."""
         return self._cache.capacity
 
-    def reserve(self, num_tokens: int) -> None:
-        """Allocate room for `num_tokens` tokens in all at once, instead of bucket by bucket."""
-        with torch.inference_mode():
-            self._cache.reserve(num_tokens)
+    def return_at_least(self, num_keys: int) -> None:
+        """Let exact forwards attend over at least `num_keys` keys, as they will late in a long text (the probe)."""
+        self._cache.return_at_least(num_keys)
 
     @torch.inference_mode()
     def prefill(self, prompt_ids: Sequence[int]) -> Verdict:
@@ -199,7 +198,7 @@ class TorchTargetSession:
         logits: torch.Tensor | None = None
         for start in range(0, len(prompt_ids), target.prefill_chunk):
             chunk = ids[:, start : start + target.prefill_chunk]
-            cache.begin(chunk.shape[1], whole=False)
+            cache.begin(chunk.shape[1], buckets=False)
             # Without a mask Transformers makes its own, and the first chunk runs the kernel for causal attention.
             logits, rows = self._forward(chunk, None, logits_to_keep=1)
             if features is not None:
@@ -223,7 +222,7 @@ class TorchTargetSession:
         assert 0 < cache.num_tokens <= target.max_length - num_fed, "verify needs a prompt and room in the context"
         width = max(num_fed, self._least_width)
         ids += [anchor] * (width - num_fed)
-        num_keys = cache.begin(width, whole=self._exact)
+        num_keys = cache.begin(width, buckets=self._exact)
         mask = None
         if self._exact or width > 1:
             num_rows = max(width, target.attention_rows) if self._exact else width
