@@ -158,7 +158,7 @@ def test_paths_to_nothing_never_reach_the_hub(spec: str, tmp_path: Path, monkeyp
     ],
 )
 def test_unusable_folders(files: list[str], message: str, tmp_path: Path) -> None:
-    """Weights come from safetensors only (pitfall B17), and the message says what the folder lacks."""
+    """Weights come from safetensors only, and the message says what the folder lacks."""
     for name in files:
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(ModelError, match=message):
@@ -191,7 +191,7 @@ def test_empty_spec(spec: str) -> None:
 def test_hub_download_fetches_no_pickles_and_no_code(
     spec: str, repo: str, revision: str | None, tmp_path: Path
 ) -> None:
-    """Only data files are fetched; Python files on request only (pitfalls B17, B18)."""
+    """Only data files are fetched; Python files on request only."""
     calls: list[dict[str, Any]] = []
     folder = model_folder(tmp_path / "snapshots" / "c0ffee")
 

@@ -6,6 +6,7 @@ target has been fed; the *anchor* is the newest emitted token, known but not fed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -54,12 +55,16 @@ class SamplingParams:
                 raise ConfigError(what)
 
         require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}.")
-        require(self.temperature >= 0, f"temperature must be 0 (greedy) or positive, not {self.temperature}.")
+        require(0 <= self.temperature < math.inf, f"temperature must be 0 or positive, not {self.temperature}.")
         require(self.top_k >= 0, f"top_k must be 0 (off) or positive, not {self.top_k}.")
         require(0 < self.top_p <= 1, f"top_p must lie in (0, 1], not {self.top_p}.")
         require(0 <= self.min_p <= 1, f"min_p must lie in [0, 1], not {self.min_p}.")
-        require(self.repetition_penalty > 0, f"repetition_penalty must be positive, not {self.repetition_penalty}.")
+        penalty = self.repetition_penalty
+        require(0 < penalty < math.inf, f"repetition_penalty must be positive, not {penalty}.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(math.isfinite(getattr(self, name)), f"{name} must be a number, not {getattr(self, name)}.")
         require(0 <= self.seed < 2**63, f"seed must lie in [0, 2^63), not {self.seed}.")
+        require(not isinstance(self.stop, str), f"stop must be a list: [{self.stop!r}], not {self.stop!r}.")
         require(all(self.stop), "a stop string must not be empty.")
 
 

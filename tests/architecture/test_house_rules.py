@@ -173,6 +173,13 @@ def test_one_vocabulary() -> None:
     )
 
 
+def test_citations_can_be_followed() -> None:
+    """Guards against references to notes that no reader of this repository has: its own pages and papers only."""
+    texts = [*ALL_FILES, *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").glob("*.yaml")]
+    foreign = re.compile(r"(?<!arXiv:\d{4}\.\d{5} )\N{SECTION SIGN}\d|\bpitfalls? [A-F]\d")
+    assert not [(path.name, found) for path in texts for found in foreign.findall(path.read_text(encoding="utf-8"))]
+
+
 def test_nothing_of_the_developers_machine() -> None:
     """Guards against paths that exist on one machine only."""
     texts = [*ALL_FILES, *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "Makefile", ROOT / ".ci/run"]

@@ -1,6 +1,6 @@
 """What users get wrong when they open a pair: each case ends in one error that names the cure, and nothing is guessed.
 
-A draft that loads although it does not fit costs speed silently (pitfalls B1, B2, B10, B14), so these refusals are the
+A draft that loads although it does not fit costs speed silently, so these refusals are the
 only place where such faults are seen.
 """
 
@@ -117,7 +117,7 @@ def test_unreadable_target(how: str, tmp_path: Path) -> None:
 
 
 def test_code_in_a_target_is_not_run(tmp_path: Path) -> None:
-    """Loading a malicious auto_map runs nothing unless asked to (pitfall B17)."""
+    """Loading a malicious auto_map runs nothing unless asked to."""
     folder = save_target(tmp_path / "t")
     marker = tmp_path / "ran"
     (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
@@ -175,7 +175,7 @@ def test_draft_of_another_target(change: dict[str, Any], message: str, target: P
     "key", ["target_layer_ids", "mask_token_id", "block_size", "rope_theta", "hidden_size", "vocab_size"]
 )
 def test_missing_keys_are_never_guessed(key: str, target: Path, draft: Path) -> None:
-    """A formula for the taps even fits some real drafts with five wrong ids (pitfall B1)."""
+    """A formula for the taps even fits some real drafts with five wrong ids."""
     edit_config(draft, **{key: None})
     refuses(CheckpointError, key, target, draft)
 
@@ -207,7 +207,7 @@ def test_non_finite_draft_weights(value: float, name: str, target: Path, draft: 
 
 
 def test_missing_and_unexpected_draft_tensors(target: Path, draft: Path) -> None:
-    """Strict both ways: 123 tensors where 91 were expected is another architecture (pitfall B14)."""
+    """Strict both ways: 123 tensors where 91 were expected is another architecture."""
     edit_weights(draft, lambda tensors: tensors.update({"markov_head.markov_w1.weight": torch.zeros(2, 2)}))
     refuses(ModelError, "markov_head", target, draft)
 

@@ -92,7 +92,7 @@ def trained_logits(shared: DFlashDrafter, rows: Tensor, anchor_id: int, model: P
 
 @pytest.mark.parametrize("pieces", [[13], [1] * 13, [5, 1, 6, 1]])
 def test_proposal_is_the_arg_max_of_the_training_forward(model: PreTrainedModel, pieces: list[int]) -> None:
-    """Guards against a decode path that differs from what was trained (E5): cache filled in any pieces."""
+    """Guards against a decode path that differs from what was trained: cache filled in any pieces."""
     shared, rows = drafter(model), features(13)
     session = observed(shared, rows, pieces)
     expected = trained_logits(shared, rows, 17, model)
@@ -137,7 +137,7 @@ def test_growth_beyond_the_first_bucket(model: PreTrainedModel) -> None:
 
 
 def test_sessions_do_not_share_state(model: PreTrainedModel) -> None:
-    """Guards against a second request reading the first one's context (A13)."""
+    """Guards against a second request reading the first one's context."""
     shared = drafter(model)
     first = observed(shared, features(9), [9])
     before = first.propose(5, 5)
@@ -167,7 +167,7 @@ def loving(model: PreTrainedModel, token: int) -> PreTrainedModel:
 
 @pytest.mark.parametrize("vocabulary", [None, (3, 8, 40, MASK, 95)])
 def test_the_mask_id_is_never_proposed(model: PreTrainedModel, vocabulary: tuple[int, ...] | None) -> None:
-    """Guards against proposals that fill the text with masks (A2): a head in which every other token has a negative
+    """Guards against proposals that fill the text with masks: a head in which every other token has a negative
     logit for these states, so that without the ban every slot would say mask."""
     network = draft(model, draft_vocabulary_file="ids.json" if vocabulary else None)
     network.vocabulary = vocabulary
@@ -193,7 +193,7 @@ def trained_logits_states(shared: DFlashDrafter, rows: Tensor, model: PreTrained
 
 
 def test_a_draft_vocabulary_restricts_and_maps(model: PreTrainedModel) -> None:
-    """Guards against row numbers of the reduced head given out as token ids (B10)."""
+    """Guards against row numbers of the reduced head given out as token ids."""
     ids = (3, 8, 40, 41, 77, 95)
     network = draft(model, draft_vocabulary_file="ids.json")
     network.vocabulary = ids
@@ -206,7 +206,7 @@ def test_a_draft_vocabulary_restricts_and_maps(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("draft_dtype", [torch.float32, torch.bfloat16])
 def test_dtypes_are_cast_at_the_border(target_dtype: torch.dtype, draft_dtype: torch.dtype) -> None:
-    """Guards against a crash or noise when target and draft compute in different types (B13)."""
+    """Guards against a crash or noise when target and draft compute in different types."""
     exact = llama()
     network = draft(exact)
     expected = observed(drafter(exact, network), features(13), [13]).propose(17, 5).tokens
@@ -219,7 +219,7 @@ def test_dtypes_are_cast_at_the_border(target_dtype: torch.dtype, draft_dtype: t
 
 
 def test_huge_features_stay_finite() -> None:
-    """Guards against a float16 target's outliers overflowing in the fusion (B13): the draft stays in float32."""
+    """Guards against a float16 target's outliers overflowing in the fusion: the draft stays in float32."""
     model = cast(llama(), torch.float16)
     shared = drafter(model, draft(llama()))
     session = observed(shared, (features(13) * 1e4).half(), [13])

@@ -1,7 +1,7 @@
 """The draft network: strict loading, and training and inference forwards against a dense reference.
 
-The reference below is written from methods §1 on its own (one softmax per row over an explicit list of visible keys);
-it shares no code with the network but its weights.
+The reference below is written from the paper (arXiv:2602.06036 §3) on its own: one softmax per row over an explicit
+list of visible keys. It shares no code with the network but its weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# --- the reference: methods §1.1 and §1.4, row by row --------------------------------------------------------------
+# --- the reference, row by row: see docs/algorithm.md and docs/training.md ------------------------------------------
 
 
 _CONTEXT = -1
@@ -79,7 +79,7 @@ def heads_of(row: Tensor, weight: Tensor, norm: Tensor | None, position: int, dr
 
 
 def reference(draft: DraftModel, features_SF: Tensor, embedded_ABH: Tensor, anchors: Sequence[int]) -> Tensor:
-    """Final normed states [A, B, H] of blocks behind the context, under the mask of methods §1.4."""
+    """Final normed states [A, B, H] of blocks behind the context, under the training mask (docs/training.md)."""
     config, eps = draft.config, draft.config.rms_norm_eps
     num_context, group = features_SF.shape[0], config.num_attention_heads // config.num_key_value_heads
     fused = [rms(draft.fc.weight @ row, draft.hidden_norm.weight, eps) for row in features_SF]
@@ -138,7 +138,7 @@ def inference_forward(
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 def test_training_forward_equals_the_reference(heads: int, kv_heads: int, head_dim: int) -> None:
     """Guards against leaks between blocks, a visible anchor feature, relative positions, and heads that read another
-    group's keys (E2). Anchors next to one another and one without any context are among them."""
+    group's keys. Anchors next to one another and one without any context are among them."""
     draft = network(heads, kv_heads, head_dim)
     anchors = [0, 1, 4, 5, 11]
     features, embedded = random(12, WIDTH), random(len(anchors), 5, HIDDEN, seed=1)
@@ -149,7 +149,7 @@ def test_training_forward_equals_the_reference(heads: int, kv_heads: int, head_d
 @pytest.mark.parametrize("spare", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 def test_inference_equals_training(heads: int, kv_heads: int, head_dim: int, spare: bool) -> None:
-    """Guards against good training accuracy with poor decoding (E5): same block, context projected piece by piece.
+    """Guards against good training accuracy with poor decoding: same block, context projected piece by piece.
     Rows that are not filled yet hold NaN, so reading one shows."""
     draft = network(heads, kv_heads, head_dim)
     anchors = [1, 7, 19]
@@ -175,7 +175,7 @@ def test_the_dense_mask_is_what_the_network_does() -> None:
 
 
 def test_positions_are_absolute() -> None:
-    """Guards against positions that count from the cache's start (B2b): the same rows moved along give other states,
+    """Guards against positions that count from the cache's start: the same rows moved along give other states,
     and moving block and context together by the same distance leaves attention between them unchanged."""
     draft = network()
     features, block = random(1, 6, WIDTH), random(1, 1, 5, HIDDEN, seed=1)
@@ -230,7 +230,7 @@ def test_a_saved_draft_comes_back(tmp_path: Path) -> None:
 
 
 def test_tensor_names_are_those_of_published_drafts() -> None:
-    """Guards against names that other engines do not know (formats §3)."""
+    """Guards against names that other engines do not know."""
     layer = [f"self_attn.{part}.weight" for part in "q_proj k_proj v_proj o_proj q_norm k_norm".split()]
     layer += [f"mlp.{part}.weight" for part in "gate_proj up_proj down_proj".split()]
     layer += ["input_layernorm.weight", "post_attention_layernorm.weight"]
@@ -263,7 +263,7 @@ NORM, FC, QUERY = "norm.weight", "fc.weight", "layers.1.self_attn.q_proj.weight"
     ],
 )
 def test_unfit_weights_are_refused(tmp_path: Path, change: Callable[[dict[str, Tensor]], object], words: str) -> None:
-    """Guards against a draft with a hole or a surplus (B14): the text stays right, only the speed is gone."""
+    """Guards against a draft with a hole or a surplus: the text stays right, only the speed is gone."""
     folder = edit(save_draft(tmp_path / "draft"), change)
     with pytest.raises(CheckpointError, match=words):
         load_draft(folder, CPU, torch.float32)
@@ -282,7 +282,7 @@ def test_corrupt_files_are_refused(tmp_path: Path, damage: str) -> None:
 
 
 def test_weights_that_overflow_float16_are_refused(tmp_path: Path) -> None:
-    """Guards against infinities made by the cast itself (B13): the file is fine, the draft would be noise."""
+    """Guards against infinities made by the cast itself: the file is fine, the draft would be noise."""
     folder = edit(save_draft(tmp_path / "draft"), lambda t: t[FC][0, 0].fill_(1e6))
     load_draft(folder, CPU, torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"float16.*infinity"):

@@ -157,7 +157,7 @@ def test_seed_matters(engine: Engine) -> None:
 
 
 def test_bf16_is_exact_where_the_probe_says_so(target_folder: Path, trained_folder: Path) -> None:
-    """In bf16 near-ties are frequent; only forwards of the same width class give the same text (engines §7)."""
+    """In bf16 near-ties are frequent; only forwards of the same width class give the same text (docs/exactness.md)."""
     pair = open_engine(target_folder, trained_folder, dtype="bfloat16")
     assert pair.info.dtype == "bfloat16"
     if not pair.info.exact:
@@ -171,7 +171,7 @@ def test_bf16_is_exact_where_the_probe_says_so(target_folder: Path, trained_fold
 
 
 def test_a_b_a(engine: Engine) -> None:
-    """State kept in module or engine shows when a request is repeated after another one (pitfall A13)."""
+    """State kept in module or engine shows when a request is repeated after another one."""
     first = engine.generate(PROMPTS[0], GREEDY)
     engine.generate(PROMPTS[2], SAMPLED)
     again = engine.generate(PROMPTS[0], GREEDY)
@@ -181,7 +181,7 @@ def test_a_b_a(engine: Engine) -> None:
 
 @pytest.mark.parametrize("num_events", [0, 1, 2, 5])
 def test_cancelled_request_leaves_no_trace(num_events: int, engine: Engine) -> None:
-    """Ctrl-C at any round, then reuse (pitfall D7); what was shown is a prefix of the whole."""
+    """Ctrl-C at any round, then reuse; what was shown is a prefix of the whole."""
     whole = engine.generate(PROMPTS[0], GREEDY)
     stream = engine.stream(PROMPTS[0], GREEDY)
     events = [next(stream) for _ in range(num_events)]
@@ -246,7 +246,7 @@ def test_stream_is_generate_in_pieces(engine: Engine) -> None:
 
 
 def test_stops(engine: Engine) -> None:
-    """Own end ids, request ids and strings end the text with and without a draft; ignore_eos goes on (pitfall A4)."""
+    """Own end ids, request ids and strings end the text with and without a draft; ignore_eos goes on."""
     free = engine.generate("q", GREEDY)
     token = free.token_ids[20]
     first = free.token_ids.index(token)
@@ -305,7 +305,7 @@ def test_prompt_forms(engine: Engine) -> None:
 
 
 def test_info(engine: Engine, draft_folder: Path) -> None:
-    """Records must say what ran (pitfalls B18, C8)."""
+    """Records must say what ran."""
     info = engine.info
     assert info.draft_sha256 == file_sha256(draft_folder / "model.safetensors")
     assert (info.block_size, info.dtype, info.device, info.num_threads) == (8, "float32", "cpu", 1)

@@ -48,7 +48,7 @@ def torch_tokens(
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_gives_the_reference_text(option: str, temperature: float, row_by_row: bool) -> None:
-    """Guards against options that are skipped, misplaced or computed on the wrong prefix (pitfall A8)."""
+    """Guards against options that are skipped, misplaced or computed on the wrong prefix."""
     params = with_option(option, temperature=temperature, max_new_tokens=40, seed=5)
     expected = tokens_of(run_rounds(LOGITS, PROMPT, params))
     for guess in (None, guess_right(LOGITS), guess_sometimes(LOGITS), guess_wrong(LOGITS)):

@@ -43,7 +43,7 @@ def stored(session: TorchTargetSession) -> list[torch.Tensor]:
 @pytest.mark.parametrize("exact_width", [1, 8])
 @pytest.mark.parametrize("exact", [False, True])
 def test_rollback_oracle(model: PreTrainedModel, exact: bool, exact_width: int) -> None:
-    """Fault: rejected or padding rows stay visible, or kept rows are lost (pitfalls A1).
+    """Fault: rejected or padding rows stay visible, or kept rows are lost.
 
     For every kept count k in 0..W: prefill P, verify W, commit k, one more step. Logits, features and stored states
     must equal a fresh run that was fed P + k tokens by prefill alone. Random weights of scale 0.2 make the logits of
@@ -161,7 +161,7 @@ def test_commit_of_more_rows_than_fed_is_an_error() -> None:
 
 
 def test_unknown_states_are_refused() -> None:
-    """Fault: a sliding or recurrent state is taken for a full cache and keeps rejected rows (pitfalls A1, A15)."""
+    """Fault: a sliding or recurrent state is taken for a full cache and keeps rejected rows."""
     small: dict[str, Any] = {
         "vocab_size": 32,
         "hidden_size": 16,

@@ -45,8 +45,8 @@ def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def test_prefill_in_chunks_equals_one(model: PreTrainedModel) -> None:
-    """Fault: a chunk sees the wrong keys, positions restart per chunk, or feature rows are lost between chunks
-    (pitfalls C6). Chunk 7 leaves a short last chunk, chunk 20 none."""
+    """Fault: a chunk sees the wrong keys, positions restart per chunk, or feature rows are lost between chunks.
+    Chunk 7 leaves a short last chunk, chunk 20 none."""
     logits, layers = reference(model, PROMPT)
     features = torch.cat([layers[0], layers[2]], dim=-1)
     for chunk in (1, 7, 20, 512):
@@ -74,7 +74,7 @@ def test_verify_equals_the_bare_model(model: PreTrainedModel, exact: bool, exact
 
 
 def test_taps_are_layer_outputs(model: PreTrainedModel) -> None:
-    """Fault: z / z+1 confusion, or the last tap comes out normed or not at all (pitfalls B2, B3)."""
+    """Fault: z / z+1 confusion, or the last tap comes out normed or not at all."""
     for taps in ([0], [NUM_LAYERS - 1], [0, 1, 2], [2, 0]):
         session = TorchTarget(model, taps=taps, exact_width=4).session()
         _, layers = reference(model, [*PROMPT, *BLOCK])
@@ -99,7 +99,7 @@ def test_taps_equal_transformers_hidden_states() -> None:
 
 @pytest.mark.parametrize("tap", [-1, -2, NUM_LAYERS])
 def test_taps_outside_the_model_are_refused(tap: int) -> None:
-    """Fault: a negative id reads another layer by wrap-around (pitfalls B4)."""
+    """Fault: a negative id reads another layer by wrap-around."""
     with pytest.raises(PairError, match=f"layer {tap} of its target"):
         TorchTarget(llama(), taps=(0, tap))
 
@@ -136,7 +136,7 @@ def test_hooks_act_only_in_our_forward() -> None:
 
 
 def test_recorder_stops_after_an_error_and_reads_tuples() -> None:
-    """Fault: a failed forward leaves the recorder on; families whose layers return tuples yield no tensor (B12)."""
+    """Fault: a failed forward leaves the recorder on; families whose layers return tuples yield no tensor."""
 
     class Layer(torch.nn.Module):
         def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -154,7 +154,7 @@ def test_recorder_stops_after_an_error_and_reads_tuples() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_sessions_are_isolated(model: PreTrainedModel, exact: bool) -> None:
-    """Fault: state in the model or target leaks between requests (pitfalls A13). A alone, then A, B, A interleaved
+    """Fault: state in the model or target leaks between requests. A alone, then A, B, A interleaved
     round by round: the same bits."""
     target = TorchTarget(model, taps=(1,), exact_width=4)
     block = Proposal(tuple(BLOCK[1:]))

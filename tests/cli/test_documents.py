@@ -1,6 +1,6 @@
 """The documents say what the code does: pages written from the code, commands that parse, examples that import.
 
-README and docs are the first thing that drifts from the code (pitfall: documents that list flags the code lacks).
+README and docs are the first thing that drifts from the code: flags are listed that no command has.
 """
 
 from __future__ import annotations

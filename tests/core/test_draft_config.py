@@ -95,7 +95,7 @@ EXPECTED = DraftConfig(
 
 
 def test_published_layout_flat_and_nested() -> None:
-    """Guards against reading one level only (B1): the same values anywhere give the same description."""
+    """Guards against reading one level only: the same values anywhere give the same description."""
     assert parse() == EXPECTED
     assert parse(block_size=None, dflash_config=nested(block_size=16)) == EXPECTED
     assert parse_draft_config(raw(dflash_config=None) | nested(), source="x") == EXPECTED
@@ -105,7 +105,7 @@ def test_published_layout_flat_and_nested() -> None:
 
 @pytest.mark.parametrize("key", NEEDED)
 def test_a_missing_key_is_named_and_never_guessed(key: str) -> None:
-    """Guards against defaults (B1): a guessed tap list or block size loads cleanly and halves the acceptance."""
+    """Guards against defaults: a guessed tap list or block size loads cleanly and halves the acceptance."""
     with pytest.raises(CheckpointError, match=f"'{key}'.*never guessed"):
         parse(**{key: None})
 
@@ -158,7 +158,7 @@ def test_values_of_another_type_are_refused(key: str, value: Any) -> None:
     ],
 )
 def test_contradictions_inside_a_config(changes: dict[str, Any], words: str) -> None:
-    """Guards against ids that wrap around (B4), taps in another order, off-by-one lists (B2), ids outside the table."""
+    """Guards against ids that wrap around, taps in another order, off-by-one lists, ids outside the table."""
     with pytest.raises(CheckpointError, match=words):
         parse(**changes)
 
@@ -179,7 +179,7 @@ def test_the_shifted_list_of_other_engines_is_accepted() -> None:
     ],
 )
 def test_rope_theta_wherever_it_stands(changes: dict[str, Any]) -> None:
-    """Guards against a reader that knows one spelling and falls back to a default for the others (B5)."""
+    """Guards against a reader that knows one spelling and falls back to a default for the others."""
     assert parse(**changes).rope_theta == 1e6
 
 
@@ -198,7 +198,7 @@ def test_rope_theta_wherever_it_stands(changes: dict[str, Any]) -> None:
     ],
 )
 def test_rope_theta_missing_conflicting_or_scaled(changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    """Guards against any default theta (B5), and against scaled rotary run as plain rotary."""
+    """Guards against any default theta, and against scaled rotary run as plain rotary."""
     with pytest.raises(error, match=words):
         parse(**changes)
 
@@ -236,7 +236,7 @@ def test_rope_theta_missing_conflicting_or_scaled(changes: dict[str, Any], error
     ],
 )
 def test_other_kinds_of_drafts_are_refused_at_both_levels(key: str, value: Any, words: str) -> None:
-    """Guards against running weights of another kind, which load cleanly and mean something else (B6, B8, B15)."""
+    """Guards against running weights of another kind, which load cleanly and mean something else."""
     for config in (raw() | {key: value}, raw(dflash_config=nested(**{key: value}))):
         if key in ("hidden_act", "layer_types", "attention_bias", "use_sliding_window") and key in config:
             config = {k: v for k, v in config.items() if k != key or v == value}
@@ -263,7 +263,7 @@ def test_switches_that_are_off_change_nothing() -> None:
         "markov_rank": 0,
         "target_hidden_size": 32,
         "draft_vocab_size": 97,
-        "partial_rotary_factor": 0.25,  # copied from the target; tensor widths decide (B11)
+        "partial_rotary_factor": 0.25,  # copied from the target; tensor widths decide
     }
     assert parse(**off) == EXPECTED
     assert parse(dflash_config=nested(**off)) == EXPECTED

@@ -69,7 +69,7 @@ def test_acceptance_patterns_have_the_expected_rounds() -> None:
 @pytest.mark.parametrize("limit", range(1, 13))
 @pytest.mark.parametrize("kind", ["never", "always"])
 def test_limit_at_every_offset_of_the_block(limit: int, kind: str) -> None:
-    """Guards against tokens past the limit and drafts that could never be emitted (pitfall A16)."""
+    """Guards against tokens past the limit and drafts that could never be emitted."""
     rounds, target, drafter = generation(GUESSES[kind](LOGITS), limit=limit)
     assert tuple(tokens_of(rounds)) == SCRIPT[:limit]
     assert [step.finish_reason for step in rounds] == [None] * (len(rounds) - 1) + ["length"]
@@ -128,7 +128,7 @@ def test_stop_wins_over_the_limit_when_both_hit() -> None:
 @pytest.mark.parametrize("eos", [{1}, {1, 11}, {10, 1, 0}])
 @pytest.mark.parametrize("kind", ["none", "always"])
 def test_end_of_sequence_as_the_first_token(eos: set[int], kind: str) -> None:
-    """Guards against a stop test that only looks inside rounds (pitfall A4)."""
+    """Guards against a stop test that only looks inside rounds."""
     rounds, target, _ = generation(None if kind == "none" else guess_right(LOGITS), StopRule(eos))
     assert [step.tokens for step in rounds] == [(1,)]
     assert rounds[0].finish_reason == "stop"
@@ -143,7 +143,7 @@ def test_every_id_of_a_list_of_stop_ids_stops() -> None:
 
 
 def test_mask_id_may_occur_anywhere() -> None:
-    """Guards against output filtered by "id != mask" (pitfall A2): 9 is the drafter's mask id and its favourite
+    """Guards against output filtered by "id != mask": 9 is the drafter's mask id and its favourite
     proposal, it is in the prompt and in the answer."""
     prompt, script = (9, 3, 9), (9, 9, 1, 9, 2, 9, 9, 4)
     logits = scripted_logits(prompt, script)
@@ -152,7 +152,7 @@ def test_mask_id_may_occur_anywhere() -> None:
 
 
 def test_mask_id_equal_to_end_of_sequence() -> None:
-    """Guards against a stop found among rejected proposals (pitfall A3): only accepted tokens may stop."""
+    """Guards against a stop found among rejected proposals: only accepted tokens may stop."""
     rounds = run_rounds(LOGITS, PROMPT, GREEDY, lambda prefix: 7, stopping=StopRule({7}))
     assert tuple(tokens_of(rounds)) == SCRIPT[: SCRIPT.index(7) + 1]
 
@@ -160,7 +160,7 @@ def test_mask_id_equal_to_end_of_sequence() -> None:
 @pytest.mark.parametrize("kind", GUESSES)
 @pytest.mark.parametrize("num_rounds", range(1, 6))
 def test_consumer_that_closes_early_leaves_a_usable_state(kind: str, num_rounds: int) -> None:
-    """Guards against state that runs ahead of what was shown: both sessions continue from there (A13, D7)."""
+    """Guards against state that runs ahead of what was shown: both sessions continue from there."""
     target, drafter = FakeTarget(LOGITS), FakeDrafter(GUESSES[kind](LOGITS))
     acceptor = ReferenceAcceptor(GREEDY, PROMPT)
     rounds = speculative_rounds(target, drafter, acceptor, StopRule(), PROMPT, max_new_tokens=25)

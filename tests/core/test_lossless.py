@@ -18,7 +18,7 @@ LOGITS = random_logits(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_gives_plain_text(option: str, temperature: float) -> None:
-    """Guards against a verify path that skips or misplaces logit processing (pitfall A8)."""
+    """Guards against a verify path that skips or misplaces logit processing."""
     params = with_option(option, temperature=temperature, max_new_tokens=40, seed=5)
     plain = tokens_of(run_rounds(LOGITS, PROMPT, params))
     for guess in (guess_right(LOGITS), guess_sometimes(LOGITS), guess_wrong(LOGITS)):

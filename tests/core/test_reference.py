@@ -100,7 +100,7 @@ def test_draw_is_inverse_cdf_and_never_draws_the_impossible() -> None:
 
 
 def test_residual_of_equal_or_covering_q_falls_back_to_p() -> None:
-    """Guards against a distribution of zeros or NaN (pitfall A14)."""
+    """Guards against a distribution of zeros or NaN."""
     p = np.array([0.25, 0.75, 0], np.float32)
     assert residual(p, p.copy()).tolist() == p.tolist()
     covering = SparseProbs(np.array([1, 0]), np.array([0.75, 0.25], np.float32))
@@ -138,7 +138,7 @@ def judge_one_hot(draft: list[int], q: list[DraftProbs], p: FloatArray, draws: N
 def judge_by_ratio_to_best(
     draft: list[int], q: list[DraftProbs], p: FloatArray, draws: NDArray[np.float64]
 ) -> Acceptance:
-    """A fault that shipped elsewhere (pitfall A7): accept with q(d) / max q."""
+    """A fault that shipped elsewhere: accept with q(d) / max q."""
     for index, token in enumerate(draft):
         row = np.asarray(q[index])
         if draws[index] >= row[token] / row.max():
@@ -203,7 +203,7 @@ def chi_square(counts: NDArray[np.float64], expected: NDArray[np.float64]) -> fl
     [(judge_sampled, "dense"), (judge_sampled, "sparse"), (judge_sampled, "one-hot"), (judge_one_hot, "one-hot")],
 )
 def test_speculative_texts_have_the_law_of_plain_sampling(judge: Judge, kind: str) -> None:
-    """Guards against every biased acceptance rule (pitfalls A5, A7): dense, sparse and one-hot q."""
+    """Guards against every biased acceptance rule: dense, sparse and one-hot q."""
     assert p_value_of_texts(judge, kind) > 0.01
 
 

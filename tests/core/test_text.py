@@ -82,7 +82,7 @@ def test_any_bytes_give_the_same_text_in_any_chunks(ids: list[int], cuts: list[i
 
 
 def test_multi_byte_characters_split_over_rounds() -> None:
-    """Guards against U+FFFD in a stream (pitfall D5): each character appears with its last byte."""
+    """Guards against U+FFFD in a stream: each character appears with its last byte."""
     ids = list("é😀!".encode())
     text = IncrementalText(byte_level)
     assert [text.push([token]) for token in ids] == ["", "é", "", "", "", "😀", "!"]

@@ -19,7 +19,7 @@ def draw(mask: list[int], block_size: int = 4, num_anchors: int = 100, seed: int
 
 
 def test_labels_are_absolute_positions() -> None:
-    """Guards against a label shift (E3): tokens are their positions, so the label of slot i must be anchor + i."""
+    """Guards against a label shift: tokens are their positions, so the label of slot i must be anchor + i."""
     blocks = draw([0] * 10 + [1] * 30, block_size=7, num_anchors=12)
     expected = blocks.anchors_A[:, None] + np.arange(1, 7)
     assert len(blocks.anchors_A) == 12

@@ -28,7 +28,7 @@ def online(model: PreTrainedModel, taps: Sequence[int] = TAPS) -> OnlineFeatures
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_features_are_the_outputs_of_the_tapped_layers(family: str) -> None:
-    """Guards against taps one layer off and a normed last state (E13, B2, B3): z is hidden_states[z + 1], and the last
+    """Guards against taps one layer off and a normed last state: z is hidden_states[z + 1], and the last
     layer's output is taken before the final norm."""
     model, ids = FAMILIES[family](), tokens(13)
     with torch.inference_mode():
@@ -41,7 +41,7 @@ def test_features_are_the_outputs_of_the_tapped_layers(family: str) -> None:
 
 
 def test_features_equal_those_of_decoding() -> None:
-    """Guards against a draft that learns from other features than it is given (E5): chunked prefill, then a block."""
+    """Guards against a draft that learns from other features than it is given: chunked prefill, then a block."""
     model, ids = llama(), tokens(40)
     target = TorchTarget(model, taps=TAPS, prefill_chunk=16)
     session = target.session()
@@ -111,7 +111,7 @@ def test_order_and_cut_are_part_of_the_key(tmp_path: Path) -> None:
 
 
 def test_another_convention_is_refused(tmp_path: Path) -> None:
-    """Guards against features of other taps or of another target (E13): they have the right shape."""
+    """Guards against features of other taps or of another target: they have the right shape."""
     cached(tmp_path)
     cached(tmp_path)
     for other in ({"taps": [1, 2]}, {"target": "u"}, {"state": "normed"}):
@@ -149,7 +149,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 
 def test_size_on_disk(tmp_path: Path) -> None:
-    """Guards against a surprise (E9): two bytes per value, as announced before the run."""
+    """Guards against a surprise: two bytes per value, as announced before the run."""
     cached(tmp_path).features(list(range(1000)))
     (path,) = tmp_path.rglob("*.safetensors")
     assert path.stat().st_size == pytest.approx(cache_gigabytes(1000, 1, 2) * 1e9, rel=0.05)

@@ -80,7 +80,7 @@ def test_numeric_gradient() -> None:
 
 
 def test_values_by_hand() -> None:
-    """Guards against names that lie (E10): two rows, a head of two tokens, logits (ln 3, 0), so q = (3/4, 1/4)."""
+    """Guards against names that lie: two rows, a head of two tokens, logits (ln 3, 0), so q = (3/4, 1/4)."""
     hidden, head = torch.full((2, 1), math.log(3.0)), torch.tensor([[1.0], [0.0]])
     labels, weights = torch.tensor([0, 1]), torch.tensor([1.0, 0.5])
     hard, _ = frozen_head_loss(hidden, head, labels, weights)
@@ -133,7 +133,7 @@ def test_bfloat16_is_summed_in_float32() -> None:
 
 
 def test_logits_never_exist_in_full() -> None:
-    """Guards against a vocabulary-wide matrix that autograd keeps (methods §1.4): only [R, H] is saved."""
+    """Guards against a vocabulary-wide matrix that autograd keeps: only [R, H] is saved."""
     x = given(torch.float32)
     saved: list[int] = []
 

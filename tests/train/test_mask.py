@@ -10,7 +10,7 @@ from dflash.train.mask import dense_mask
 
 
 def test_by_hand() -> None:
-    """Guards against any drift of the definition (E2): two blocks of two behind four context rows, drawn by hand."""
+    """Guards against any drift of the definition: two blocks of two behind four context rows, drawn by hand."""
     expected = """
         1 0 0 0   1 1 0 0
         1 0 0 0   1 1 0 0
@@ -35,5 +35,5 @@ def test_equals_the_rule_of_the_paper(anchors: list[int], num_context: int, bloc
 
 
 def test_no_row_is_fully_masked() -> None:
-    """Guards against NaN from an empty softmax (E6): a padding block at position 0 sees itself."""
+    """Guards against NaN from an empty softmax: a padding block at position 0 sees itself."""
     assert dense_mask([0, 0], num_context=3, block_size=2).any(axis=1).all()

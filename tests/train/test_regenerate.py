@@ -143,7 +143,7 @@ def test_prompt_ids_use_template_or_plain_text() -> None:
     ],
 )
 def test_useless_template_is_refused(template: str | None, says: str) -> None:
-    """Guards against hours of answers from which nothing can be learned (pitfall E8)."""
+    """Guards against hours of answers from which nothing can be learned."""
     with pytest.raises(ModelError, match=says):
         check_template(tiny_tokenizer(template))
 

@@ -87,7 +87,7 @@ def test_collated_shapes_and_padding() -> None:
 
 @pytest.mark.parametrize("distill", [0.0, 0.5])
 def test_padded_micro_batches_equal_single_sequences(distill: float) -> None:
-    """Guards against padding that changes loss or gradients (E3): three sequences together and one by one."""
+    """Guards against padding that changes loss or gradients: three sequences together and one by one."""
     draft = network()
 
     def of(*sequences: tuple[Tensor, Any, Blocks]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -103,7 +103,7 @@ def test_padded_micro_batches_equal_single_sequences(distill: float) -> None:
 
 
 def test_a_sequence_without_anchors_does_no_harm() -> None:
-    """Guards against NaN from fully masked rows (E6), also through 0 * NaN in the backward pass."""
+    """Guards against NaN from fully masked rows, also through 0 * NaN in the backward pass."""
     draft = network()
     alone, expected = gradients(draft, [batch_of(LONG)])
     numbers, found = gradients(draft, [batch_of(LONG, EMPTY)])

@@ -60,7 +60,7 @@ def whole(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_training_beats_the_untrained_draft(pair: Path, trained: Path) -> None:
-    """Guards against a trainer whose loss falls while decoding gains nothing (E1, E5): acceptance length by the real
+    """Guards against a trainer whose loss falls while decoding gains nothing: acceptance length by the real
     loop, before and after. Chance gives 1.00 here (260 tokens)."""
     fresh = prepare_run(load_config(recipe(pair, trained.parent / "fresh")))
     target = TorchTarget(fresh.target.model, taps=(0, 2))
@@ -75,7 +75,7 @@ def test_training_beats_the_untrained_draft(pair: Path, trained: Path) -> None:
 
 
 def test_decoding_accepts_what_teacher_forcing_says(pair: Path, trained: Path) -> None:
-    """Guards against two figures that drift apart (E5): at the anchors where the decode loop stood, the training step
+    """Guards against two figures that drift apart: at the anchors where the decode loop stood, the training step
     must find exactly the prefixes that the loop accepted."""
     fresh = prepare_run(load_config(recipe(pair, trained.parent / "same")))
     network = load_draft(trained / "draft", CPU, torch.float32)

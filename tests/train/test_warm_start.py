@@ -186,7 +186,7 @@ def loaded(folder: Path) -> LoadedTarget:
 
 
 def test_default_mask_id(pair: Path) -> None:
-    """Guards against a mask id that occurs in texts or ends answers (E12)."""
+    """Guards against a mask id that occurs in texts or ends answers."""
     target = loaded(pair)
     assert default_mask_id(target, frozenset()) == MASK
     assert default_mask_id(target, frozenset({MASK})) == ASSISTANT
@@ -215,7 +215,7 @@ def test_shapes_that_the_target_cannot_give(pair: Path, tmp_path: Path, changes:
 
 
 def test_frozen_head_of_a_reduced_vocabulary(pair: Path) -> None:
-    """Guards against labels that point at another token's row (B10)."""
+    """Guards against labels that point at another token's row."""
     model = loaded(pair).model
     draft = empty()
     draft.vocabulary = (3, 7, 200)

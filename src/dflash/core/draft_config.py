@@ -58,7 +58,7 @@ value asks for. They count at both levels (formats differ in where they put them
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """The resolved description of a DFlash v1 draft network (methods: arXiv:2602.06036 §3)."""
+    """The resolved description of a DFlash v1 draft network (arXiv:2602.06036 §3)."""
 
     hidden_size: int
     """H: width of draft, target embedding and head."""

@@ -3,7 +3,7 @@
 The token at sequence position p (prompt and output counted together) is always drawn with
 `uniform(seed, p)`, by inverse CDF in order of token ids. A rejected proposal, another block width or no
 drafter at all therefore change nothing: same seed, same text. The draft side has no stream here, because
-its proposals are point masses; a drafter that samples needs a stream of its own (methods §6).
+its proposals are point masses; a drafter that samples needs a stream of its own (arXiv:2211.17192).
 """
 
 from __future__ import annotations

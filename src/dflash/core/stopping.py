@@ -1,7 +1,7 @@
 """When a generation ends by itself: stop tokens (all of them, the very first token included) and stop strings.
 
 Limits of length are the loop's business. A rule looks only at tokens that the target has accepted, never at
-draft tokens or at ids that mean something special to the drafter (pitfalls A3, A4).
+draft tokens or at ids that mean something special to the drafter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where training blocks start, and what their slots must say (methods §1.4).
+"""Where training blocks start, and what their slots must say (docs/training.md).
 
 An anchor is an answer token whose successor is an answer token too, exactly the situation at decode time: the
 anchor is known, its feature is not. Anchors are drawn without replacement, anew for every visit.
@@ -45,5 +45,5 @@ def draw_blocks(
 
 
 def slot_weights(block_size: int, gamma: float) -> NDArray[np.float32]:
-    """[B - 1] weights exp(-(i - 1) / gamma) of slots i = 1..B-1 (paper §3.3)."""
+    """[B - 1] weights exp(-(i - 1) / gamma) of slots i = 1..B-1 (arXiv:2602.06036)."""
     return np.exp(-np.arange(block_size - 1) / gamma).astype(np.float32)

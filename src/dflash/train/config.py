@@ -33,7 +33,7 @@ class NetworkConfig(_Section):
     )
     num_taps: int = Field(5, ge=1, description="How many taps to spread when target_layer_ids is not given.")
     mask_token_id: int | None = Field(
-        None, description="Id for mask slots; default: a special token of the tokenizer that no template uses."
+        None, description="Id for mask slots; default: the last special token that the data does not use."
     )
     draft_vocabulary_size: int = Field(
         0, ge=0, description="Score only the most frequent answer tokens (rows of the target's head); 0 = all."
@@ -83,7 +83,7 @@ class OptimizerConfig(_Section):
 
 
 class LossConfig(_Section):
-    """Weighted cross-entropy of methods §1.4."""
+    """Weighted cross-entropy (docs/training.md)."""
 
     gamma: float = Field(4.0, gt=0, description="Slot i weighs exp(-(i-1)/gamma).")
     distill: float = Field(

@@ -1,6 +1,6 @@
 """Held-out figures: acceptance length by the real decode loop, and teacher-forced figures beside it.
 
-Teacher-forced accuracy can rise while decoding does not (pitfalls E5), so the trainer's verdict comes from the same
+Teacher-forced accuracy can rise while decoding does not, so the trainer's verdict comes from the same
 `speculative_rounds`, target session and drafter that serve users. The teacher-forced figures are cheap and, with
 always the same anchors, far less noisy: they show the trend.
 """

@@ -1,4 +1,4 @@
-"""Losses over the frozen head (methods §1.4, §5).
+"""Losses over the frozen head (docs/training.md; arXiv:2602.06036).
 
 `frozen_head_loss` never keeps the logits: they are formed chunk by chunk, and the gradient with respect to the
 hidden states is computed on the spot, because the head's own weights are frozen. `reference_loss` is the same

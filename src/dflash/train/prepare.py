@@ -145,7 +145,7 @@ def prepare(
 ) -> PrepareSummary:
     """Let `target` answer every prompt of the file `prompts` and write the answers into the folder `out`.
 
-    Every user turn becomes one row (methods §1.4 trains on the target's own words). Running it again goes on
+    Every user turn becomes one row (a draft learns its own target's words). Running it again goes on
     where it stopped; a finished folder returns at once. The first `limit` rows are taken (None: all). Prompts of
     more than `max_prompt_tokens`, or too long for the context with `max_new_tokens` after them, are left out and
     counted. `temperature` 0 is greedy; above 0 draws are reproducible from (`seed`, shard). `raw` lets the target
@@ -323,7 +323,7 @@ def _prompt_limit(options: _Options, context_length: int | None) -> int:
 
 
 def _refuse_empty(rows: Sequence[AnswerRow], answered_before: bool) -> None:
-    """Stop a run whose answers hold nothing to learn before it spends hours (pitfall E8)."""
+    """Stop a run whose answers hold nothing to learn before it spends hours."""
     if rows and not answered_before and all(row.is_empty for row in rows):
         raise DataError(
             f"all {len(rows)} answers of this shard are empty (at most the end token): the answer mask would be empty. "

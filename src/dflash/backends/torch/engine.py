@@ -129,15 +129,19 @@ def load(
     if width is not None and width < 1:
         raise ConfigError(f"width must be at least 1 (the anchor's row), not {width}.")
     report = progress or _log_steps()
-    place = choose_device(device)
-    numbers = choose_dtype(dtype, place)
+    chosen_device = choose_device(device)
+    chosen_dtype = choose_dtype(dtype, chosen_device)
     set_threads(num_threads)
     target_source = resolve_target(os.fspath(target), allow_code=trust_remote_code, progress=report)
     draft_source = None if draft is None else resolve_draft(os.fspath(draft), target_source, progress=report)
     # The draft's description is read first: a wrong one should not cost the loading of the target.
     config = None if draft_source is None else read_draft_config(draft_source.path)
     loaded = load_target(
-        target_source, dtype=numbers, device=place, trust_remote_code=trust_remote_code, progress=report
+        target_source,
+        dtype=chosen_dtype,
+        device=chosen_device,
+        trust_remote_code=trust_remote_code,
+        progress=report,
     )
     if draft_source is not None and config is not None:
         check_pair(config, loaded.model, draft_name=draft_source.name, target_name=target_source.name)
@@ -340,7 +344,7 @@ def _probe(model: Any, block_size: int, report: Progress) -> WidthClass:
 
 def _load_network(source: Source, model: PreTrainedModel, report: Progress) -> DraftModel:
     report(f"loading draft {source.name}", None)
-    # float16 overflows in the feature fusion of real targets (formats §7); the drafter casts at its border.
+    # float16 overflows in the feature fusion of real targets; the drafter casts at its border.
     dtype = torch.float32 if model.dtype == torch.float16 else model.dtype
     return load_draft(source.path, model.device, dtype)
 

@@ -2,10 +2,10 @@
 
 Speculative decoding computes a token's logits in a forward of several rows, plain decoding in a forward of one. Matrix
 kernels choose their summation order by shape, so near-ties may fall the other way. With keys and values of fixed
-length the result is the same for all forward widths of a *width class* (engines §7): typically {1}, {2, 3}, {4, 5,
-...} on CPUs, or {1, 2, ...} with packed weights (packing.py). If plain decoding pads its forward to the smallest width
-of the class that contains all larger ones, both give the same bits. `probe` finds that width by comparing bits; it
-knows nothing of kernels.
+length the result is the same for all forward widths of a *width class* (docs/exactness.md): typically {1}, {2, 3},
+{4, 5, ...} on CPUs, or {1, 2, ...} with packed weights (packing.py). If plain decoding pads its forward to the smallest
+width of the class that contains all larger ones, both give the same bits. `probe` finds that width by comparing bits;
+it knows nothing of kernels.
 
 The answer holds for this model, dtype, device and number of threads: probe again when one of them changes. Nothing is
 stored.
@@ -94,7 +94,7 @@ def _probe(session: _Session, vocab_size: int, max_width: int) -> WidthClass:
         width = candidate
 
     def fails(reason: str) -> WidthClass:
-        return WidthClass(False, 1, tuple(tried), f"not bit-exact here: {reason}.")
+        return WidthClass(False, 1, tuple(tried), f"{reason}.")
 
     if not width:
         return fails(f"a row's result depends on its place in a forward of {max_width} rows")

@@ -52,7 +52,7 @@ def choose_device(device: str | None) -> torch.device:
         torch.empty(1, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # builds without CUDA assert
         raise ConfigError(
-            f"device '{device}' is not usable here ({_first_line(error)}); use 'cpu', 'cuda', 'cuda:1' or 'mps', "
+            f"device '{device}' is not usable here ({_first_line(error)}); use 'cpu', 'cuda' or 'cuda:1', "
             "or leave it out."
         ) from error
     if chosen.type == "meta":

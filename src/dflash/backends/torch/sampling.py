@@ -22,7 +22,7 @@ from dflash.types import Acceptance, Proposal, SamplingParams, Verdict
 class TorchAcceptor:
     """The acceptor of one request: draws (or arg-maxes) the target's token of each row and compares.
 
-    With point-mass proposals that is the exact acceptance rule at any temperature (methods §6), and as the
+    With point-mass proposals that is the exact acceptance rule at any temperature (docs/algorithm.md), and as the
     draws are keyed by position it gives the text of plain decoding with the same seed.
     """
 

@@ -1,8 +1,8 @@
 """Layer states of a target that can be rolled back: one class per kind of state, and the cache that holds them.
 
-Knows how keys and values are stored, grown, returned to the model and cropped (methods §10). Does not know models,
-masks, sampling or when to verify. A new kind of layer state is a class here, a row in `KINDS` and a row in the rollback
-oracle of tests/backends/test_state.py.
+Knows how keys and values are stored, grown, returned to the model and cropped (docs/exactness.md). Does not know
+models, masks, sampling or when to verify. A new kind of layer state is a class here, a row in `KINDS` and a row in the
+rollback oracle of tests/backends/test_state.py.
 
 The contract of a forward: `SessionCache.begin(rows)` says where the coming rows are written and how many keys the model
 gets back; the model writes through `update`; `commit(k)` keeps the first k of these rows. What lies behind the

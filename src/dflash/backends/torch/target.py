@@ -4,11 +4,11 @@
 own key/value state. Knows the shape of a forward (rows, padding, mask, positions); does not know how states are stored
 (state.py), which Transformers is installed (compat.py), or what is done with the logits.
 
-Exact mode (engines §7): a row's logits depend on the shape of the forward that computed them. Every decoding forward
-therefore has at least `exact_width` rows (padding behind the fed ones, never committed) and sees keys and values in
-whole buckets with the unused tail masked. Within the width class that exactness.py finds, plain and speculative
-decoding then give the same bits. Without exact mode a plain step is one row over the keys written so far and no mask:
-the fastest form, to which all speed-ups refer.
+Exact mode (docs/exactness.md): a row's logits depend on the shape of the forward that computed them. Every decoding
+forward therefore has at least `exact_width` rows (padding behind the fed ones, never committed) and sees keys and
+values in whole buckets with the unused tail masked. Within the width class that exactness.py finds, plain and
+speculative decoding then give the same bits. Without exact mode a plain step is one row over the keys written so far
+and no mask: the fastest form, to which all speed-ups refer.
 """
 
 from __future__ import annotations

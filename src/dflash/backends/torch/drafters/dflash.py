@@ -1,7 +1,7 @@
 """The DFlash v1 drafter: a block of tokens from one forward of the draft network (arXiv:2602.06036 §3).
 
 Context keys and values are projected once per committed token and kept; the block's own rows are overwritten by the
-next block. Proposals are the arg max of each slot, so q is a point mass (methods §6).
+next block. Proposals are the arg max of each slot, so q is a point mass (docs/algorithm.md).
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ class DFlashDrafter:
         self.block_ids = torch.full((1, 1, config.block_size), config.mask_token_id, device=target.device)
         self.embed_VH = target.embed_weight.to(dtype)
         self.token_ids_K: Tensor | None = None
-        self.head_KH = target.head_weight.to(dtype)
+        head = target.head_weight
         if network.vocabulary is not None:
             # The mask id must never be proposed; here it simply is no candidate.
             kept = [token for token in network.vocabulary if token != config.mask_token_id]
             self.token_ids_K = torch.tensor(kept, device=target.device)
-            self.head_KH = self.head_KH[self.token_ids_K].contiguous()
+            head = head[self.token_ids_K]
+        self.head_KH = head.to(dtype)
 
     def session(self) -> DFlashSession:
         """A fresh drafter for one request."""
