@@ -144,3 +144,46 @@ def test_full_disk_names_the_variable(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"No space left.*DFLASH_CACHE"):
         build_once(tmp_path / "abc", full, source=SOURCE)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No such file or directory", "model.gguf"),
+        PermissionError(13, "Permission denied", "model.gguf"),
+        ConnectionResetError(104, "Connection reset by peer"),
+        OSError("a library's own words"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_of_a_build_stay_what_they_are(tmp_path: Path, error: OSError) -> None:
+    """A source that cannot be read must not send the user to free space in the cache."""
+
+    def broken(folder: Path) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        build_once(tmp_path / "abc", broken, source=SOURCE)
+    assert caught.value is error
+    assert [path.name for path in tmp_path.iterdir()] == ["abc.lock"]
+    build_once(tmp_path / "abc", writer(), source=SOURCE)
+
+
+@pytest.mark.parametrize("call", ["mkdir", "rename", "open"])
+def test_each_own_write_that_fails_names_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The cure must come with every write of the cache itself: making the folder, the manifest, moving it in."""
+
+    def refused(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    def build(folder: Path) -> None:
+        writer()(folder)
+        if call != "mkdir":
+            monkeypatch.setattr(Path, call, refused)
+
+    if call == "mkdir":
+        monkeypatch.setattr(Path, call, refused)
+    with pytest.raises(ConfigError, match=r"Permission denied.*DFLASH_CACHE"):
+        build_once(tmp_path / "abc", build, source=SOURCE)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -129,12 +131,19 @@ def test_local_folder_beats_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_gguf_file(tmp_path: Path) -> None:
-    """A GGUF file is a target; as a draft it is refused with the alternative."""
+    """A GGUF file is a target; as a draft it is refused with what to use in its place, its folder as well (which must
+    not send the user to the file, to be refused once more)."""
     file = tmp_path / "model.Q4_0.GGUF"
     file.write_bytes(b"GGUF")
     assert resolve_target(str(file), download=no_download).is_gguf
-    with pytest.raises(UnsupportedModel, match="safetensors folder"):
-        resolve_draft(str(file), TOY, download=no_download)
+    for config in (False, True):
+        if config:
+            (tmp_path / "config.json").write_text("{}")
+        for spec in (file, tmp_path):
+            with pytest.raises(UnsupportedModel, match=r"converted from.*hub id.*model\.safetensors.*dflash train"):
+                resolve_draft(str(spec), TOY, download=no_download)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert resolve_draft(str(tmp_path), TOY, download=no_download).path == tmp_path
 
 
 @pytest.mark.parametrize("spec", ["./nowhere", "/no/where", "~/no-such-folder", "a/b/c", "model.gguf", "dir/x.gguf"])
@@ -163,8 +172,9 @@ def test_unusable_folders(files: list[str], message: str, tmp_path: Path) -> Non
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(ModelError, match=message):
         resolve_target(str(tmp_path))
-    with pytest.raises(ModelError, match=message):
-        resolve_draft(str(tmp_path), TOY)
+    if "model.gguf" not in files:  # as a draft: see test_gguf_file
+        with pytest.raises(ModelError, match=message):
+            resolve_draft(str(tmp_path), TOY)
 
 
 def test_single_file_that_is_no_gguf(tmp_path: Path) -> None:
@@ -282,3 +292,21 @@ def test_registry_entries_exist(table: str) -> None:
     """A renamed class must not be noticed by the first user of its entry."""
     for reference in getattr(registry, table).values():
         assert callable(registry.load_attribute(reference))
+
+
+def test_load_comes_from_the_table_of_backends() -> None:
+    """A backend's entry must be the way to its `load`, not a copy of it that nobody reads."""
+    import dflash
+
+    assert dflash._PUBLIC["load"] is registry.BACKENDS["torch"]
+    assert dflash.load is registry.load_attribute(registry.BACKENDS["torch"])
+
+
+def test_every_table_is_read() -> None:
+    """A table of the registry that no code reads promises a choice that does not exist."""
+    tables = [name for name, value in vars(registry).items() if isinstance(value, MappingProxyType)]
+    assert len(tables) >= 4
+    package = Path(registry.__file__).parent
+    sources = [path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path.name != "registry.py"]
+    for table in tables:
+        assert any(re.search(rf"from dflash\.registry import [\w, ]*\b{table}\b", text) for text in sources), table

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dflash.registry import BACKENDS, load_attribute
+
 if TYPE_CHECKING:
     from dflash.backends.torch.engine import Engine, EngineInfo, StreamEvent, load
     from dflash.errors import DFlashError
@@ -30,7 +32,7 @@ _PUBLIC = {
     "SamplingParams": "dflash.types:SamplingParams",
     "Stats": "dflash.types:Stats",
     "StreamEvent": "dflash.backends.torch.engine:StreamEvent",
-    "load": "dflash.backends.torch.engine:load",
+    "load": BACKENDS["torch"],
 }
 
 
@@ -38,8 +40,6 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for (PEP 562)."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'dflash' has no attribute {name!r}")
-    from dflash.registry import load_attribute
-
     return load_attribute(_PUBLIC[name])
 
 

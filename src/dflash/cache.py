@@ -8,12 +8,13 @@ size; a folder without one never becomes visible under its final name, since it 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dflash.errors import CheckpointError, ConfigError
 MANIFEST_FILE = "dflash-manifest.json"
 _MANIFEST_VERSION = 1
 _FIRST_LOCK_TRY_SECONDS = 0.2
+_FULL = frozenset({errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)})  # Windows has no quota error
 
 Wait = Callable[[str], None]
 """Told once, in words, when another process holds the lock and we wait for it."""
@@ -58,21 +60,16 @@ def build_once(
     nothing under the final name or the whole folder; leftovers are removed by the next build. `source` is
     recorded in the manifest. A folder that lost files or bytes is built anew.
 
-    Raises ConfigError if the cache cannot be written (no permission, disk full), and whatever `build` raises.
+    Raises ConfigError if the cache cannot be written (no permission, disk full), and whatever else `build` raises.
     """
     if damage(folder) is None:
         return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.parent / f"{folder.name}.lock", wait):
-            if damage(folder) is None:  # another process finished while we waited
-                return folder
+    with ExitStack() as held:
+        with _writing(folder.parent):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_locked(folder.parent / f"{folder.name}.lock", wait))
+        if damage(folder) is not None:  # else another process finished while we waited
             _build(folder, build, source)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the cache folder {folder.parent} ({error.strerror or error}); free some space there or "
-            "point the environment variable DFLASH_CACHE at a folder that can be written."
-        ) from error
     return folder
 
 
@@ -116,20 +113,46 @@ def _locked(path: Path, wait: Wait | None) -> Iterator[None]:
 
 def _build(folder: Path, build: Callable[[Path], None], source: Mapping[str, str]) -> None:
     """Build beside `folder` (same file system, so that the rename is atomic) and move it in. Lock held."""
-    prefix = f".{folder.name}.building-"
-    for leftover in folder.parent.glob(f"{prefix}*"):
-        shutil.rmtree(leftover)  # of a build that was killed; nobody else builds while we hold the lock
-    temporary = folder.parent / f"{prefix}{os.getpid()}"
-    temporary.mkdir()  # not mkdtemp, which would make the result private in a shared cache
+    with _writing(folder.parent):
+        temporary = _empty_folder_beside(folder)
     try:
-        build(temporary)
-        _write_manifest(temporary, source)
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
+        with _writing(folder.parent, only=_FULL):
+            build(temporary)
+        with _writing(folder.parent):
+            _write_manifest(temporary, source)
+            if folder.exists():
+                shutil.rmtree(folder)
+            temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _empty_folder_beside(folder: Path) -> Path:
+    """A new folder to build in; those of builds that were killed go away. Lock held."""
+    prefix = f".{folder.name}.building-"
+    for leftover in folder.parent.glob(f"{prefix}*"):
+        shutil.rmtree(leftover)  # nobody else builds while we hold the lock
+    temporary = folder.parent / f"{prefix}{os.getpid()}"
+    temporary.mkdir()  # not mkdtemp, which would make the result private in a shared cache
+    return temporary
+
+
+@contextmanager
+def _writing(place: Path, *, only: frozenset[int] | None = None) -> Iterator[None]:
+    """Around writes below `place`: what the system refuses there becomes a ConfigError that names the cure.
+
+    `only` these error numbers: around a build, which reads elsewhere too, a full disk alone is surely the cache's.
+    """
+    try:
+        yield
+    except OSError as error:
+        if only is not None and error.errno not in only:
+            raise
+        raise ConfigError(
+            f"cannot write the cache folder {place} ({error.strerror or error}); free some space there or "
+            "point the environment variable DFLASH_CACHE at a folder that can be written."
+        ) from error
 
 
 def _write_manifest(folder: Path, source: Mapping[str, str]) -> None:

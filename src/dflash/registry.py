@@ -74,7 +74,7 @@ DRAFTERS: Mapping[str, str] = MappingProxyType({"dflash": "dflash.backends.torch
 """Kind of draft -> "module:attribute" of its drafter, imported on use."""
 
 BACKENDS: Mapping[str, str] = MappingProxyType({"torch": "dflash.backends.torch.engine:load"})
-"""Backend -> "module:attribute" of its `load`, imported on use."""
+"""Backend -> "module:attribute" of its `load`, imported on use. `dflash.load` is that of "torch"."""
 
 
 def load_attribute(reference: str) -> Any:

@@ -91,10 +91,7 @@ def resolve_draft(
         return _shipped_draft(spec)
     source = _local(spec, "draft") or _from_hub(spec, "draft", False, progress, download)
     if source.is_gguf:
-        raise UnsupportedModel(
-            f"draft '{spec}' is a GGUF file, which this version reads for targets only; "
-            "give the safetensors folder or hub id of the draft."
-        )
+        raise _gguf_draft(spec)
     _check_folder(source.path, "draft")
     return source
 
@@ -217,8 +214,10 @@ def _unknown_name(spec: str, role: str) -> str:
 
 def _check_folder(folder: Path, role: str) -> None:
     """A folder must hold config.json and safetensors weights."""
+    gguf = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf")
+    if gguf and role == "draft" and not any(folder.glob("*.safetensors")):
+        raise _gguf_draft(str(gguf[0]))
     if not (folder / "config.json").is_file():
-        gguf = sorted(folder.glob("*.gguf"))
         cure = f"give the GGUF file itself ({gguf[0]})" if gguf else "give the folder that holds it"
         raise ModelError(f"the {role} folder {folder} has no config.json; {cure}.")
     if not any(folder.glob("*.safetensors")):
@@ -230,6 +229,14 @@ def _check_folder(folder: Path, role: str) -> None:
         raise ModelError(
             f"the {role} folder {folder} holds no *.safetensors weights; check the path or download it again."
         )
+
+
+def _gguf_draft(name: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"draft '{name}' is a GGUF file, which this version reads for targets only. Use the draft that it was "
+        "converted from, by its hub id (owner/name) or as a folder with config.json and model.safetensors; or train "
+        "one with `dflash prepare` and `dflash train`."
+    )
 
 
 def _reporting_tqdm(progress: Progress, repo: str) -> type:

@@ -17,7 +17,8 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 PACKAGE = SRC / "dflash"
 TENSORS = {"torch", "transformers", "safetensors", "mlx", "accelerate", "gguf"}
-CLIENTS = {"dflash.train", "dflash.bench", "dflash.audit", "dflash.serve", "dflash.launch", "dflash.cli"}
+OTHER_CLIENTS = {"dflash.bench", "dflash.audit", "dflash.serve", "dflash.launch", "dflash.cli"}
+CLIENTS = {"dflash.prepare", "dflash.train"} | OTHER_CLIENTS
 PURE = ["core", "types.py", "errors.py", "registry.py", "resolve.py", "cache.py"]
 
 
@@ -59,6 +60,8 @@ def test_the_rules_see_the_code() -> None:
     """Guards against rules that pass because a folder was renamed and nothing was read."""
     assert len(sources("core")) >= 6
     assert len(sources("backends")) >= 8
+    assert len(sources("prepare")) >= 6
+    assert len(sources("train")) >= 12
     assert len(sources("cli")) >= 8
     assert forbidden(PACKAGE / "backends/torch/target.py", {"torch"})
 
@@ -75,10 +78,12 @@ def test_backends_know_no_clients() -> None:
     assert not [line for path in sources("backends") for line in forbidden(path, CLIENTS)]
 
 
-def test_train_uses_torch_only_and_no_other_client() -> None:
-    """Guards against training code that drags another backend or the command line in."""
-    clients = (CLIENTS - {"dflash.train"}) | {"dflash.backends.mlx"}
-    assert not [line for path in sources("train") for line in forbidden(path, clients)]
+def test_prepare_and_train_use_torch_only_and_no_later_job() -> None:
+    """Guards against training code that drags another backend or the command line in, and against answers that cannot
+    be made without the trainer: prepare comes first, train reads what it wrote."""
+    later = OTHER_CLIENTS | {"dflash.backends.mlx"}
+    assert not [line for path in sources("train") for line in forbidden(path, later)]
+    assert not [line for path in sources("prepare") for line in forbidden(path, later | {"dflash.train"})]
 
 
 def test_nobody_imports_the_command_line() -> None:
@@ -89,7 +94,8 @@ def test_nobody_imports_the_command_line() -> None:
 
 def test_verbs_import_nothing_heavy_at_the_top() -> None:
     """Guards against a slow `dflash --help`."""
-    heavy = TENSORS | {"numpy", "huggingface_hub", "dflash.backends", "dflash.train.prepare", "dflash.train.trainer"}
+    heavy = TENSORS | {"numpy", "huggingface_hub", "dflash.backends", "dflash.train"}
+    heavy |= {"dflash.prepare.run", "dflash.prepare.regenerate"}
     assert not [line for path in sources("cli") for line in forbidden(path, heavy, top_level_only=True)]
 
 

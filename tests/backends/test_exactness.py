@@ -109,7 +109,7 @@ def test_found_class_gives_the_same_bits_in_use(family: Callable[[], PreTrainedM
 def test_logic_of_the_probe(fault: Callable[[int, int, int], float], expected: tuple[bool, int, int]) -> None:
     """Fault: a width above a gap in the class is chosen too small (5 and 7 differ: 6 and 4 must not be chosen), or a
     dependence on offset or number of keys passes. Expected: holds, width, narrowest width tried."""
-    found = _probe(FakeSession(fault), vocab_size=50, max_width=16)
+    found = _probe(FakeSession(fault), vocab_size=50, max_width=16, block_size=1)
     assert (found.holds, found.width, found.widths_tried[0]) == expected
     assert found.widths_tried[-1] == 16
 

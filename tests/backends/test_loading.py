@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -12,11 +14,20 @@ import numpy as np
 import pytest
 import torch
 
+from dflash.backends.torch.draft_model import load_draft
 from dflash.backends.torch.gguf import convert_in_child, converted_folder
-from dflash.backends.torch.loading import choose_device, choose_dtype, open_target, physical_cores, set_threads
+from dflash.backends.torch.loading import (
+    choose_device,
+    choose_dtype,
+    fits_memory,
+    open_target,
+    physical_cores,
+    set_threads,
+)
 from dflash.cache import damage
-from dflash.errors import CheckpointError
+from dflash.errors import CheckpointError, ConfigError
 from dflash.resolve import Progress, Source
+from tests.backends.tiny_pair import save_draft, save_target
 
 CPU = torch.device("cpu")
 
@@ -163,3 +174,74 @@ def test_changed_package_file_is_refused(tmp_path: Path) -> None:
     source = Source(name="smollm2-135m", path=file, sha256="0" * 64)
     with pytest.raises(CheckpointError, match="force-reinstall"):
         converted_folder(source, cache=tmp_path / "cache", convert=must_not_run)
+
+
+@pytest.mark.parametrize("name", ["toy", "smollm2-135m"])
+def test_unreadable_gguf_is_no_fault_of_the_cache(tmp_path: Path, name: str) -> None:
+    """A file that the system refuses must be named, not the folder that would have been written."""
+    file = tmp_path / "toy.gguf"
+    file.mkdir()  # as unreadable as a file without permission, for the superuser too
+    source = Source(name=name, path=file, sha256="0" * 64 if name == "smollm2-135m" else None)
+    with pytest.raises(CheckpointError, match=r"toy\.gguf cannot be read"):
+        converted_folder(source, cache=tmp_path / "cache", convert=must_not_run)
+
+
+# Memory
+
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+]
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    return refuse
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("stage", ["transformers.AutoModelForCausalLM.from_pretrained", "torch.nn.Module.to"])
+def test_a_target_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, error: Exception
+) -> None:
+    """The commonest failure on a GPU must name what would fit, not call the weights unreadable: while they are read
+    and while they are moved."""
+    folder = save_target(tmp_path / "target")
+    monkeypatch.setattr(stage, raising(error))
+    with pytest.raises(ConfigError, match=r"target '.*' in float32 does not fit.*dtype bfloat16 or a smaller model"):
+        open_target(str(folder), dtype="float32", device="cpu")
+
+
+def test_a_draft_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft comes last, onto a device that the target has nearly filled."""
+    folder = save_draft(tmp_path / "draft")
+    monkeypatch.setattr(torch.Tensor, "to", raising(torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(ConfigError, match=r"draft .*draft in float32 does not fit"):
+        load_draft(folder, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "cure"),
+    [
+        (torch.float32, "cuda:1", "use device cpu or dtype bfloat16 or a smaller model."),
+        (torch.bfloat16, "cuda:1", "use device cpu or a smaller model."),
+        (torch.bfloat16, "cpu", "use a smaller model."),
+    ],
+)
+def test_the_cure_for_too_little_memory(dtype: torch.dtype, device: str, cure: str) -> None:
+    """A cure that is in use already is none."""
+    with pytest.raises(ConfigError) as caught, fits_memory("it", dtype, torch.device(device)):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert str(caught.value).endswith(f"does not fit into the memory of device {device}; {cure}")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), OSError(errno.EACCES, "denied")])
+def test_other_errors_are_not_called_lack_of_memory(error: Exception) -> None:
+    """A wrong cure is worse than none."""
+    with pytest.raises(type(error)) as caught, fits_memory("it", torch.float32, CPU):
+        raise error
+    assert caught.value is error

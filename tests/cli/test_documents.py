@@ -19,8 +19,8 @@ import yaml
 
 import dflash
 from dflash.cli.main import COMMANDS, load_command
+from dflash.prepare.prompts import read_prompts
 from dflash.train.config import TrainConfig
-from dflash.train.prompts import read_prompts
 from scripts.write_docs import CLI_PAGE, TRAINING_PAGE, render_cli, render_training
 from tests.cli.fakes import CommandLine
 
@@ -136,7 +136,7 @@ def test_paths_and_links_exist(page: Path) -> None:
         assert link.startswith("https://") or (page.parent / link).exists(), link
     for path in re.findall(r"\b(?:src|tests|docs|scripts|recipes)/[\w./-]*\w", text):
         assert (ROOT / path).exists(), path
-    for path in re.findall(r"`((?:core|backends|train|cli)/[\w./-]+\.py)`", text):
+    for path in re.findall(r"`((?:core|backends|prepare|train|cli)/[\w./-]+\.py)`", text):
         assert (ROOT / "src/dflash" / path).exists(), path
 
 

@@ -102,3 +102,19 @@ def test_no_prompt_at_all(cli: CommandLine) -> None:
     assert outcome.code == 2
     assert "prompt" in outcome.err
     assert not cli.loads
+
+
+@pytest.mark.parametrize("words", [["--json"], ["--no-stream"], ["--json", "--no-stream"]])
+def test_a_sign_of_life_where_nothing_is_streamed(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """Guards against minutes of silence on a terminal, and against a spinner in a file or in the text: it tells the
+    tokens so far on standard error, and only if that is a terminal."""
+    silent = cli.run("generate", "hi", *words)
+    assert silent.err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for the console library: this is a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    shown = cli.run("generate", "hi", *words)
+    assert "13 tokens" in shown.err
+    assert shown.out == silent.out
+    assert "tokens" not in cli.run("generate", "hi").err, "the text itself is the sign of life"

@@ -53,7 +53,7 @@ def test_defaults_are_those_of_the_library(cli: CommandLine) -> None:
 
 def test_model_options_reach_load(cli: CommandLine) -> None:
     """Guards against a model option that never gets to the engine."""
-    words = "--target T --draft D --dtype bfloat16 --device cpu --threads 3 --width 5 --no-exact --trust-remote-code"
+    words = "--target T --draft D --dtype bfloat16 --device cpu --threads 3 --width 3 --no-exact --trust-remote-code"
     assert cli.run("generate", "hi", *words.split()).code == 0
     (load,) = cli.loads
     assert callable(load.pop("progress"))
@@ -65,7 +65,7 @@ def test_model_options_reach_load(cli: CommandLine) -> None:
         "num_threads": 3,
         "exact": False,
         "trust_remote_code": True,
-        "width": 5,
+        "width": 3,
     }
 
 
@@ -73,6 +73,42 @@ def test_no_draft_loads_none(cli: CommandLine) -> None:
     """Guards against loading a draft (or failing for want of one) when plain decoding was asked for."""
     cli.run("generate", "hi", "--no-draft")
     assert cli.loads[0]["draft"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--width", "5"], "block of 4"),
+        (["--width", "3", "--no-draft"], "--no-draft"),
+        (["--width", "4", "--no-draft", "--draft", "D"], "--no-draft"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_a_width_without_effect_is_refused(cli: CommandLine, verb: str, words: list[str], part: str) -> None:
+    """Guards against measuring widths that are all the same one: beyond the block, or without any block."""
+    outcome = cli.run(verb, *(["hi"] if verb == "generate" else []), *words)
+    assert outcome.code == 2
+    assert outcome.err.startswith("dflash: error: --width")
+    assert part in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert not cli.engine.calls
+
+
+@pytest.mark.parametrize("width", ["1", "4"])
+def test_a_width_within_the_block_is_taken(cli: CommandLine, width: str) -> None:
+    """Guards against a limit that is off by one: the block itself is the widest."""
+    assert cli.run("generate", "hi", "--width", width).code == 0
+    assert cli.run("demo", "--limit", "1", "--width", width).code == 0
+    assert cli.run("demo", "--limit", "1", "--width", "5").code == 2
+
+
+def test_a_draft_that_is_named_and_not_used(cli: CommandLine) -> None:
+    """Guards against silence about a --draft that --no-draft overrules; the comparison of both by adding one word to a
+    command stays possible."""
+    outcome = cli.run("generate", "hi", "--draft", "D", "--no-draft")
+    assert (outcome.code, outcome.out) == (0, "Hello, world.\n")
+    assert outcome.err == "dflash: note: --draft has no effect beside --no-draft.\n"
+    assert cli.run("generate", "hi", "--no-draft").err == ""
 
 
 @pytest.mark.parametrize("entry", ["5", "five=1", "5=much", "=1", ""])

@@ -11,10 +11,10 @@ import pytest
 
 from dflash.cli.main import load_command
 from dflash.cli.prepare import describe
+from dflash.prepare import run as preparation
+from dflash.prepare.run import PrepareProgress, PrepareSummary
 from dflash.resolve import Progress
-from dflash.train import prepare as preparation
 from dflash.train import trainer
-from dflash.train.prepare import PrepareProgress, PrepareSummary
 from dflash.train.trainer import TrainSummary
 from tests.cli.fakes import CommandLine
 

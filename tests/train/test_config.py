@@ -96,6 +96,8 @@ def test_overrides(tmp_path: Path) -> None:
         ("loss.distill=1.5", "distill"),
         ("dtype=float16", "dtype"),
         ("data.answers=", "answers"),
+        ("optimizer.micro_batch=5", r"optimizer: micro_batch 5 has no effect beyond sequences_per_step 4; lower it"),
+        ("optimizer.micro_batch=0", "micro_batch"),
     ],
 )
 def test_bad_overrides(tmp_path: Path, override: str, words: str) -> None:
@@ -121,6 +123,15 @@ def test_bad_recipes(tmp_path: Path, text: str, words: str) -> None:
         load_config(write(tmp_path, text))
     assert "\n" not in str(found.value)
     assert "recipe.yaml" in str(found.value)
+
+
+@pytest.mark.parametrize(("per_step", "micro"), [(1, 1), (4, 4), (4, 3), (8, 1)])
+def test_micro_batches_up_to_the_whole_step(tmp_path: Path, per_step: int, micro: int) -> None:
+    """Guards against a limit that is off by one, or refuses what does not divide evenly."""
+    overrides = [f"optimizer.sequences_per_step={per_step}", f"optimizer.micro_batch={micro}"]
+    assert load_config(write(tmp_path), overrides).optimizer.micro_batch == micro
+    with pytest.raises(ConfigError, match="micro_batch"):
+        load_config(write(tmp_path), [overrides[0], f"optimizer.micro_batch={per_step + 1}"])
 
 
 def test_unreadable_recipes(tmp_path: Path) -> None:

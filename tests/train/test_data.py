@@ -12,7 +12,7 @@ import pytest
 
 from dflash.errors import DataError
 from dflash.train.data import Dataset, epoch_order, load_dataset, visits
-from tests.train.tiny_target import write_rows
+from tests.prepare.tiny_target import write_rows
 
 
 def row(number: int, id: str | None = None, **changes: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from dflash.errors import CheckpointError, ConfigError
 from dflash.train.anchors import Blocks
 from dflash.train.config import OptimizerConfig, load_config
 from dflash.train.evaluate import decode_report
-from dflash.train.setup import prepare_run
+from dflash.train.setup import open_run
 from dflash.train.step import collate, training_sums
 from dflash.train.trainer import learning_rate, run_training
 from dflash.types import SamplingParams
@@ -62,7 +62,7 @@ def whole(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_training_beats_the_untrained_draft(pair: Path, trained: Path) -> None:
     """Guards against a trainer whose loss falls while decoding gains nothing: acceptance length by the real
     loop, before and after. Chance gives 1.00 here (260 tokens)."""
-    fresh = prepare_run(load_config(recipe(pair, trained.parent / "fresh")))
+    fresh = open_run(load_config(recipe(pair, trained.parent / "fresh")))
     target = TorchTarget(fresh.target.model, taps=(0, 2))
     prompts = [s.token_ids[:8].tolist() for s in fresh.data.held_out]
     before = decode_report(fresh.network.eval(), target, prompts, eos_ids=frozenset(), max_new_tokens=32)
@@ -77,7 +77,7 @@ def test_training_beats_the_untrained_draft(pair: Path, trained: Path) -> None:
 def test_decoding_accepts_what_teacher_forcing_says(pair: Path, trained: Path) -> None:
     """Guards against two figures that drift apart: at the anchors where the decode loop stood, the training step
     must find exactly the prefixes that the loop accepted."""
-    fresh = prepare_run(load_config(recipe(pair, trained.parent / "same")))
+    fresh = open_run(load_config(recipe(pair, trained.parent / "same")))
     network = load_draft(trained / "draft", CPU, torch.float32)
     target = TorchTarget(fresh.target.model, taps=(0, 2))
     params = SamplingParams(max_new_tokens=40)

@@ -14,7 +14,7 @@ from dflash.backends.torch.loading import LoadedTarget, open_target
 from dflash.errors import ConfigError, UnsupportedModel
 from dflash.train import warm_start
 from dflash.train.config import load_config
-from dflash.train.setup import default_mask_id, default_taps, frozen_head, prepare_run
+from dflash.train.setup import default_mask_id, default_taps, frozen_head, open_run
 from dflash.train.vocabulary import most_frequent
 from tests.backends.tiny_pair import ASSISTANT, END, HIDDEN, MASK, USER, VOCAB, draft_config
 from tests.backends.tiny_targets import qwen3
@@ -198,7 +198,7 @@ def test_default_mask_id(pair: Path) -> None:
 def test_mask_ids_that_cannot_work(pair: Path, tmp_path: Path, mask: int) -> None:
     """Guards against a mask that is the end token, occurs in the data, or does not exist."""
     with pytest.raises(ConfigError, match=f"mask_token_id {mask}"):
-        prepare_run(load_config(recipe(pair, tmp_path / "run", network={"mask_token_id": mask})))
+        open_run(load_config(recipe(pair, tmp_path / "run", network={"mask_token_id": mask})))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_mask_ids_that_cannot_work(pair: Path, tmp_path: Path, mask: int) -> Non
 def test_shapes_that_the_target_cannot_give(pair: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     """Guards against a crash after minutes of loading, or at the first step."""
     with pytest.raises(ConfigError, match=words):
-        prepare_run(load_config(recipe(pair, tmp_path / "run", **changes)))
+        open_run(load_config(recipe(pair, tmp_path / "run", **changes)))
 
 
 def test_frozen_head_of_a_reduced_vocabulary(pair: Path) -> None:
@@ -237,6 +237,6 @@ def test_the_vocabulary_holds_the_most_frequent_tokens() -> None:
 
 def test_heads_of_the_target_stay_frozen(pair: Path, tmp_path: Path) -> None:
     """Guards against an optimizer that changes the target."""
-    run = prepare_run(load_config(recipe(pair, tmp_path / "run")))
+    run = open_run(load_config(recipe(pair, tmp_path / "run")))
     assert not any(p.requires_grad for p in run.target.model.parameters())
     assert all(p.requires_grad for p in run.network.parameters())

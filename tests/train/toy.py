@@ -12,7 +12,7 @@ import yaml
 from dflash.backends.torch.loading import open_target
 from dflash.train.trainer import TrainSummary, run_training
 from tests.backends.tiny_pair import END, MASK, save_target
-from tests.train.tiny_target import write_rows
+from tests.prepare.tiny_target import write_rows
 
 NUM_ANSWERS, ANSWER_TOKENS = 48, 40
 NETWORK = {"num_layers": 2, "block_size": 5, "target_layer_ids": [0, 2], "mask_token_id": MASK}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dflash.train.prompts import Conversation
+from dflash.prepare.prompts import Conversation
 from dflash.types import Result, SamplingParams
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dflash.cli import report
 from dflash.cli.comparison import Comparison, compare, num_runs, speed, warm_up
 from dflash.cli.options import ModelOptions, output_option, with_options
 from dflash.cli.session import open_engine
-from dflash.train.prompts import Conversation, read_prompts
+from dflash.prepare.prompts import Conversation, read_prompts
 from dflash.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def demo(
 
 
 def questions(path: Path | None = None, limit: int | None = None) -> list[Conversation]:
-    """Prompts of a JSONL file, or the built-in ones. Raises errors of `train/prompts.py`, which name the line."""
+    """Prompts of a JSONL file, or the built-in ones. Raises errors of `prepare/prompts.py`, which name the line."""
     if path is not None:
         return read_prompts(path, limit=limit)
     built_in = importlib.resources.files("dflash").joinpath("data", "prompts", "demo.jsonl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from dflash.cli import report
 from dflash.cli.errors import say
 from dflash.cli.options import ChainOptions, SamplingOptions, output_option, with_options
-from dflash.cli.session import open_engine, read_stdin
+from dflash.cli.session import open_engine, read_stdin, working
 from dflash.errors import PromptError
 from dflash.types import Round, Stats
 
@@ -60,13 +61,18 @@ def generate(
     token_ids: list[int] = []
     rounds: list[Round] = []
     stats = Stats()
-    for event in engine.stream(messages, params, raw=raw):
-        pieces.append(event.text)
-        token_ids += event.token_ids
-        rounds.append(event.round)
-        stats = event.stats
-        if stream and event.text and not as_json:
-            typer.echo(event.text, nl=False)
+    with contextlib.ExitStack() as display:
+        silent = as_json or not stream
+        show = display.enter_context(working("waiting for the first token")) if silent else None
+        for event in engine.stream(messages, params, raw=raw):
+            pieces.append(event.text)
+            token_ids += event.token_ids
+            rounds.append(event.round)
+            stats = event.stats
+            if show is not None:
+                show(f"{len(token_ids)} tokens", None)
+            elif event.text:
+                typer.echo(event.text, nl=False)
     if as_json:
         typer.echo(json.dumps(_record(engine, "".join(pieces), token_ids, stats, rounds if profile else None)))
     else:

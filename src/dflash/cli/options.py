@@ -70,7 +70,7 @@ class ModelOptions:
         model_option(
             "--width",
             metavar="N",
-            help="Most rows per forward of the target, the anchor included (default: the draft's block).",
+            help="Most rows per forward of the target, anchor included: at most, and by default, the draft's block.",
         ),
     ] = None
     trust_remote_code: Annotated[

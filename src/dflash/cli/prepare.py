@@ -16,7 +16,7 @@ from dflash.cli.options import DEFAULT_TARGET, model_option, output_option, samp
 from dflash.cli.session import working
 
 if TYPE_CHECKING:
-    from dflash.train.prepare import PrepareProgress, PrepareSummary
+    from dflash.prepare.run import PrepareProgress, PrepareSummary
 
 
 def prepare(
@@ -55,7 +55,7 @@ def prepare(
     Run the same command again after an interruption: finished shards are kept, nothing is lost or doubled.
     """
     with working("starting"):
-        from dflash.train import prepare as preparation
+        from dflash.prepare import run as preparation
     with _progress_bar(f"loading {target}") as progress:
         summary = preparation.prepare(
             prompts,

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dflash.cli.errors import say
 from dflash.cli.options import ChainOptions, ModelOptions
-from dflash.resolve import Progress
+from dflash.errors import ConfigError
+from dflash.resolve import AUTO, Progress
 
 if TYPE_CHECKING:
     from dflash.backends.torch.engine import Engine
@@ -17,14 +19,18 @@ if TYPE_CHECKING:
 def open_engine(options: ModelOptions) -> Engine:
     """Load the target and draft that `options` name; no draft if the verb offers that and the user asked for it.
 
-    Raises errors of `dflash.errors`.
+    Raises errors of `dflash.errors`; ConfigError too for a width that would have no effect.
     """
     plain = isinstance(options, ChainOptions) and options.no_draft
     exact = options.exact if isinstance(options, ChainOptions) else True
+    if plain and options.width is not None:
+        raise ConfigError("--width limits the rows of a draft's block, which --no-draft leaves out: drop one of them.")
+    if plain and options.draft != AUTO:
+        say("note: --draft has no effect beside --no-draft.")
     with working("starting") as progress:
         import dflash
 
-        return dflash.load(
+        engine = dflash.load(
             options.target,
             None if plain else options.draft,
             dtype=options.dtype,
@@ -35,6 +41,10 @@ def open_engine(options: ModelOptions) -> Engine:
             width=options.width,
             progress=progress,
         )
+    block_size = engine.info.block_size
+    if options.width is not None and block_size is not None and options.width > block_size:
+        raise ConfigError(f"--width {options.width} is more than the draft's block of {block_size} rows; lower it.")
+    return engine
 
 
 @contextlib.contextmanager
@@ -49,7 +59,8 @@ def working(message: str) -> Iterator[Progress]:
 
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    # Few refreshes: their thread takes its time from what is being waited for.
+    with Bar(*columns, console=console, transient=True, refresh_per_second=4, disable=not console.is_terminal) as bar:
         task = bar.add_task(message)
 
         def show(what: str, share: float | None) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dflash.errors import ConfigError
 
@@ -79,7 +79,16 @@ class OptimizerConfig(_Section):
     warmup_steps: int = Field(100, ge=0, description="Steps in which the rate grows from 0 to the highest.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients of a larger norm are scaled down to it.")
     sequences_per_step: int = Field(4, ge=1, description="Sequences per optimizer step (accumulated).")
-    micro_batch: int = Field(1, ge=1, description="Sequences per forward; larger on a GPU.")
+    micro_batch: int = Field(1, ge=1, description="Sequences per forward, at most sequences_per_step; larger on a GPU.")
+
+    @model_validator(mode="after")
+    def _fills_micro_batches(self) -> Self:
+        if self.micro_batch > self.sequences_per_step:
+            raise ValueError(
+                f"micro_batch {self.micro_batch} has no effect beyond sequences_per_step {self.sequences_per_step}; "
+                "lower it, or raise sequences_per_step"
+            )
+        return self
 
 
 class LossConfig(_Section):
@@ -138,7 +147,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     try:
         return TrainConfig.model_validate(raw)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg']}" for e in error.errors())
+        problems = "; ".join(
+            f"{'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        )
         raise ConfigError(f"recipe {path}: {problems}.") from error
 
 

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash.errors import DataError
-from dflash.train.answers import AnswerRow, read_answers
+from dflash.prepare.answers import AnswerRow, read_answers
 
 _SPLIT_STREAM, _ORDER_STREAM, _ANCHOR_STREAM = 1, 2, 3
 _LATER_TURN = re.compile(r"(?P<conversation>.*)#turn\d+")
 
 
 @dataclass(frozen=True)
-class Sequence_:
+class AnswerSequence:
     """One prompt with its answer."""
 
     token_ids: NDArray[np.int64]
@@ -36,8 +36,8 @@ class Sequence_:
 class Dataset:
     """Sequences to learn from and sequences kept apart."""
 
-    train: list[Sequence_]
-    held_out: list[Sequence_]
+    train: list[AnswerSequence]
+    held_out: list[AnswerSequence]
 
     def fingerprint(self) -> str:
         """Of all sequences in their order: a run may only be resumed on the data it was started with."""
@@ -67,7 +67,7 @@ def load_dataset(
 
     Raises DataError if nothing can be learnt from, or for token ids at or above `vocab_size`.
     """
-    sequences: list[Sequence_] = []
+    sequences: list[AnswerSequence] = []
     names: list[tuple[int, str]] = []
     for source, path in enumerate(paths):
         for row in read_answers(path, vocab_size=vocab_size):
@@ -104,12 +104,12 @@ def visits(num_sequences: int, *, seed: int, start: int) -> Iterator[tuple[int, 
             visit += 1
 
 
-def _sequence(row: AnswerRow, max_length: int) -> Sequence_:
+def _sequence(row: AnswerRow, max_length: int) -> AnswerSequence:
     prompt = list(row.prompt_ids)
     answer_mask = list(row.loss_mask) if row.loss_mask is not None else [True] * len(row.answer_ids)
     ids = np.asarray([*prompt, *row.answer_ids], dtype=np.int64)[:max_length]
     mask = np.asarray([False] * len(prompt) + [bool(m) for m in answer_mask], dtype=np.bool_)[:max_length]
-    return Sequence_(ids, len(prompt), mask)
+    return AnswerSequence(ids, len(prompt), mask)
 
 
 def _conversations(names: Sequence[tuple[int, str]]) -> list[Hashable]:

@@ -20,9 +20,9 @@ from dflash.backends.torch.target import TorchTarget
 from dflash.core.loop import speculative_rounds
 from dflash.core.stopping import StopRule
 from dflash.train.anchors import draw_blocks
-from dflash.train.data import Sequence_
+from dflash.train.data import AnswerSequence
 from dflash.train.features import FeatureSource
-from dflash.train.step import FrozenHead, StepFigures, collate, training_sums
+from dflash.train.step import FrozenHead, StepFigures, StepSums, collate, summed, training_sums
 from dflash.types import SamplingParams
 
 _HELD_OUT_SEQUENCES, _HELD_OUT_ANCHORS, _HELD_OUT_STREAM = 24, 40, 4
@@ -79,10 +79,10 @@ def decode_report(
 
 @torch.no_grad()
 def held_out_figures(
-    network: DraftModel, head: FrozenHead, features: FeatureSource, sequences: Sequence[Sequence_], *, gamma: float
+    network: DraftModel, head: FrozenHead, features: FeatureSource, sequences: Sequence[AnswerSequence], *, gamma: float
 ) -> StepFigures:
     """Figures of the first 24 `sequences` with hard labels, 40 anchors each that are the same at every call."""
-    numbers = torch.zeros(4 + 2 * (network.config.block_size - 1), dtype=torch.float64)
+    parts: list[StepSums] = []
     for number, sequence in enumerate(sequences[:_HELD_OUT_SEQUENCES]):
         blocks = draw_blocks(
             sequence.token_ids,
@@ -93,6 +93,5 @@ def held_out_figures(
         )
         rows = features.features(sequence.token_ids.tolist()).to(network.fc.weight.device, torch.float32)
         batch = collate([rows], [sequence.token_ids], [blocks])
-        sums = training_sums(network, head, batch, gamma=gamma, distill=0.0, teacher_NSH=None)
-        numbers += sums.numbers()
-    return StepFigures.of(numbers)
+        parts.append(training_sums(network, head, batch, gamma=gamma, distill=0.0, teacher_NSH=None))
+    return StepFigures.of(summed(parts, network.config.block_size))

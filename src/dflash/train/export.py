@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import sys
@@ -16,8 +17,8 @@ from safetensors.torch import save_file
 
 from dflash.backends.torch.draft_model import DraftModel
 from dflash.core.draft_config import CONFIG_FILE, WEIGHTS_FILE
+from dflash.prepare.jsonl import write_atomically, write_json_atomically
 from dflash.train.config import TrainConfig
-from dflash.train.jsonl import write_atomically, write_json_atomically
 
 _FOLDERS = re.compile(r"(?<![\w.~:/-])(?:/[^/\s,\[\]=]+)+/(?=[^/\s,\[\]=])")
 
@@ -25,11 +26,18 @@ RECIPE_FILE, PROVENANCE_FILE = "recipe.yaml", "provenance.json"
 
 
 def export_draft(network: DraftModel, folder: Path, config: TrainConfig, facts: dict[str, object]) -> None:
-    """Write config.json, bf16 weights, the draft vocabulary, the resolved recipe and the provenance."""
+    """Write config.json, bf16 weights, the draft vocabulary, the resolved recipe and the provenance.
+
+    Over an earlier export of the run too: each file is whole at any moment, and the provenance goes first and comes
+    last, so that a process that is killed in between leaves a draft without one and never with a wrong one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / PROVENANCE_FILE).unlink(missing_ok=True)
     tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in network.state_dict().items()}
     partial = folder / f".{WEIGHTS_FILE}.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
+    with partial.open("rb") as stream:
+        os.fsync(stream.fileno())
     partial.replace(folder / WEIGHTS_FILE)
     if network.config.draft_vocabulary_file is not None:
         assert network.vocabulary is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflash.errors import CheckpointError
-from dflash.train.jsonl import write_json_atomically
+from dflash.prepare.jsonl import write_json_atomically
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 
@@ -89,7 +92,7 @@ class CachedFeatures:
         return self.batch([token_ids])[0]
 
     def batch(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """One [S, M * H] per sequence; what is missing is computed together and written."""
+        """One [S, M * H] per sequence; what is missing or damaged is computed together and written."""
         found = [self._read(ids) for ids in sequences]
         missing = [number for number, value in enumerate(found) if value is None]
         if missing:
@@ -104,12 +107,17 @@ class CachedFeatures:
 
     def _read(self, token_ids: Sequence[int]) -> Tensor | None:
         path = self._path(token_ids)
-        if not path.is_file():
-            return None
         try:
             value = load_file(path)["features"]
-        except (SafetensorError, OSError, KeyError) as error:
-            raise CheckpointError(f"{path} is damaged; delete it, it will be computed again.") from error
+        except FileNotFoundError:
+            return None
+        except (SafetensorError, KeyError) as error:  # writing is not synced: a power failure may truncate a file
+            logger.warning("%s is damaged (%s) and is computed again", path, error)
+            return None
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error.strerror or error}); mend its permissions."
+            ) from error
         if value.ndim != 2 or value.shape[0] != len(token_ids):
             raise CheckpointError(f"{path} is of another sequence; delete it, it will be computed again.")
         return value

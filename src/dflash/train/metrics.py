@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash.train.jsonl import write_atomically
+from dflash.prepare.jsonl import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -1,7 +1,8 @@
 """How many processes share a run: the one place that knows there is a single one yet.
 
-The trainer divides an optimizer step's sequences with `share`, adds gradients and sums with `total`, and writes files
-where `is_main` holds. Data-parallel training is another class with these three members, over `torch.distributed`.
+The trainer divides an optimizer step's sequences with `share`, adds gradients and sums with `total`, and locks the
+run's folder and writes files where `is_main` holds. Data-parallel training is another class with these three
+members, over `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Processes(Protocol):
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes checkpoints, metrics and the draft, and evaluates."""
+        """Whether this process holds the folder, writes checkpoints, metrics and the draft, and evaluates."""
         ...
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
@@ -27,7 +28,7 @@ class Processes(Protocol):
         ...
 
     def total(self, values: Sequence[Tensor]) -> None:
-        """Add up each tensor over all processes, in place."""
+        """Add up each tensor over all processes, in place. All of them lie on the device of the run."""
         ...
 
 

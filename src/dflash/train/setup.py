@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from dflash.backends.torch.compat import text_config
 from dflash.backends.torch.draft_model import DraftModel, load_draft
-from dflash.backends.torch.loading import LoadedTarget, check_pair, end_of_sequence_ids, open_target, set_threads
+from dflash.backends.torch.loading import (
+    LoadedTarget,
+    check_pair,
+    end_of_sequence_ids,
+    fits_memory,
+    open_target,
+    set_threads,
+)
 from dflash.core.draft_config import DraftConfig
 from dflash.errors import ConfigError, UnsupportedModel
 from dflash.resolve import Progress, resolve_draft, resolve_target
@@ -52,7 +59,7 @@ class Run:
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
 
-def prepare_run(config: TrainConfig, progress: Progress | None = None) -> Run:
+def open_run(config: TrainConfig, progress: Progress | None = None) -> Run:
     """Load and build everything. Raises DFlashError subclasses with the cure for whatever does not fit."""
     set_threads(config.num_threads)
     target = open_target(config.target, dtype=config.dtype, device=config.device, progress=progress)
@@ -76,7 +83,9 @@ def prepare_run(config: TrainConfig, progress: Progress | None = None) -> Run:
         raise ConfigError("loss.distill needs the target's last layer among target_layer_ids; add it, or set 0.")
     head = frozen_head(target.model, network)
     features = feature_source(config, target.model, network.config.target_layer_ids, data)
-    return Run(target, data, network.to(device).train(), head, features, device, target.model.dtype)
+    with fits_memory("the draft", torch.float32, device):
+        network = network.to(device).train()
+    return Run(target, data, network, head, features, device, target.model.dtype)
 
 
 def decoder_layers(model: Any) -> Sequence[nn.Module]:

@@ -6,7 +6,7 @@ later, can be added before dividing: loss = Σ w·CE / Σ w over the whole optim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +76,14 @@ class StepFigures:
             slot_accuracy=[round(share, 4) for share in (correct_T / supervised_T.clamp(min=1)).tolist()],
             num_labels=int(supervised_T.sum()),
         )
+
+
+def summed(parts: Iterable[StepSums], block_size: int) -> Tensor:
+    """`StepSums.numbers` added up, [4 + 2 * (B - 1)] float64 on the CPU; zeros where a process had no share."""
+    total = torch.zeros(4 + 2 * (block_size - 1), dtype=torch.float64)
+    for part in parts:
+        total += part.numbers()
+    return total
 
 
 @dataclass(frozen=True)

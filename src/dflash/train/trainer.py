@@ -11,7 +11,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from dflash.backends.torch.loading import end_of_sequence_ids
 from dflash.backends.torch.target import TorchTarget
 from dflash.errors import CheckpointError, ConfigError
+from dflash.prepare.jsonl import read_json_object, write_json_atomically
 from dflash.resolve import Progress
 from dflash.train import data as data_module
 from dflash.train.anchors import draw_blocks
@@ -30,11 +32,10 @@ from dflash.train.checkpoint import Position, load_checkpoint, save_checkpoint
 from dflash.train.config import OptimizerConfig, TrainConfig, load_config
 from dflash.train.evaluate import DecodeReport, decode_report, held_out_figures
 from dflash.train.export import RECIPE_FILE, export_draft, write_recipe
-from dflash.train.jsonl import read_json_object, write_json_atomically
 from dflash.train.metrics import MetricsWriter
 from dflash.train.processes import Processes, SingleProcess
-from dflash.train.setup import Run, prepare_run
-from dflash.train.step import Batch, StepFigures, StepSums, collate, training_sums
+from dflash.train.setup import Run, open_run
+from dflash.train.step import Batch, StepFigures, StepSums, collate, summed, training_sums
 
 logger = logging.getLogger(__name__)
 
@@ -55,30 +56,35 @@ class TrainSummary:
 
 
 def run_training(
-    config_path: Path, overrides: Sequence[str] = (), *, resume: bool = False, progress: Progress | None = None
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    progress: Progress | None = None,
+    processes: Processes | None = None,
 ) -> TrainSummary:
     """Train as the recipe says; `resume` continues from the newest checkpoint in its `out` folder.
 
+    `processes` are those that share the run, seen from this one; None = it is alone. Only the main one locks the
+    folder and writes into it.
+
     Raises DFlashError subclasses; a folder that already holds a run is refused without `resume`, and one in which
-    another process trains in any case.
+    another run is at work in any case.
     """
     config = load_config(config_path, overrides)
+    processes = processes or SingleProcess()
     started = any((config.out / "checkpoints").glob("step-*"))
     if started and not resume:
         raise ConfigError(f"{config.out} already holds a run; add --resume to continue it, or give another out.")
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out {config.out} cannot be made ({error.strerror}); give another folder.") from error
-    try:
-        with FileLock(config.out / ".lock", timeout=0):
-            run = prepare_run(config, progress)
+    held: AbstractContextManager[None] = _held_folder(config.out) if processes.is_main else nullcontext()
+    with held:
+        run = open_run(config, progress)
+        if processes.is_main:
             _check_data(config.out / DATA_FILE, run, started=started)
-            trainer = Trainer(config, run)
+        trainer = Trainer(config, run, processes)
+        if processes.is_main:
             write_recipe(config.out / RECIPE_FILE, config)
-            return trainer.train(progress)
-    except Timeout as error:
-        raise ConfigError(f"another process is training in {config.out}; wait for it, or give another out.") from error
+        return trainer.train(progress)
 
 
 def fingerprint(config: TrainConfig) -> str:
@@ -113,6 +119,7 @@ class Trainer:
             fused=run.device.type == "cuda",
         )
         self.checkpoints = config.out / "checkpoints"
+        self.draft = config.out / "draft"
         found = load_checkpoint(self.checkpoints, run.network, self.optimizer)
         if found is not None and found.recipe != fingerprint(config):
             raise CheckpointError(
@@ -125,23 +132,20 @@ class Trainer:
         self._logged_seconds = self.position.seconds
 
     def train(self, progress: Progress | None = None) -> TrainSummary:
-        """Run to the last step (or the time limit), then export."""
+        """Run to the last step (or the time limit), exporting the draft at every evaluation and at the end."""
         try:
             report = self._steps(progress)
-            folder = self.config.out / "draft"
-            if self.processes.is_main:
-                self._export(folder, report)
         finally:
             if self.metrics is not None:
                 self.metrics.close()
             self.target.close()
-        return TrainSummary(self.position.step, folder, report.acceptance_length if report else float("nan"))
+        return TrainSummary(self.position.step, self.draft, report.acceptance_length if report else float("nan"))
 
     def _steps(self, progress: Progress | None) -> DecodeReport | None:
         config, started = self.config, time.perf_counter()
         per_step = config.optimizer.sequences_per_step
         visits = data_module.visits(len(self.run.data.train), seed=config.seed, start=self.position.visit)
-        # A process that was killed may have written the checkpoint of this step, but not its evaluation.
+        # A process that was killed may have written the checkpoint of this step, but not its evaluation or its draft.
         report = self._evaluate(progress) if self.position.step and self._evaluates(self.position.step) else None
         while self.position.step < config.steps:
             begun, at = time.perf_counter(), self.position
@@ -151,14 +155,28 @@ class Trainer:
             self.position = Position(
                 step=at.step + 1, visit=at.visit + per_step, seconds=at.seconds + now - begun, recipe=at.recipe
             )
-            out_of_time = config.max_minutes is not None and now - started > 60 * config.max_minutes
+            out_of_time = self._is_over(now - started)
             report = self._after_step(rate, progress, last=out_of_time) or report
             if out_of_time:
                 break
         return report
 
+    def _is_over(self, seconds: float) -> bool:
+        """Whether the recipe's time is up for any process: a step that only some of them begin would never end."""
+        limit = self.config.max_minutes
+        if limit is None:
+            return False
+        late = self._addend(torch.tensor([float(seconds > 60 * limit)]))
+        self.processes.total([late])
+        return late.item() > 0
+
+    def _addend(self, values: Tensor) -> Tensor:
+        """`values` ready to be added up over processes: where the gradients are, for they may share no other device."""
+        device = self.run.device
+        return values.to(device, torch.float32 if device.type == "mps" else values.dtype)  # it has no float64
+
     def _after_step(self, rate: float, progress: Progress | None, *, last: bool) -> DecodeReport | None:
-        """Log, save and evaluate where the recipe says so, and at the end."""
+        """Log, save, evaluate and export where the recipe says so, and at the end."""
         config, step = self.config, self.position.step
         last = last or step == config.steps
         saves = last or step % config.checkpoint_every == 0
@@ -182,7 +200,7 @@ class Trainer:
         parameters = list(self.run.network.parameters())
         for parameter in parameters:  # a process whose share is empty adds zeros
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        weight = torch.tensor([sum(s.weight for s in sums)], dtype=torch.float64)
+        weight = self._addend(torch.tensor([sum(s.weight for s in sums)], dtype=torch.float64))
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         self.processes.total([weight, *gradients])
         for gradient in gradients:
@@ -227,14 +245,14 @@ class Trainer:
             )
 
     def _teacher_states(self, batch: Batch) -> Tensor | None:
-        """Distillation needs the target's last states, which are its last tap (`prepare_run` has checked that)."""
+        """Distillation needs the target's last states, which are its last tap (`open_run` has checked that)."""
         if self.config.loss.distill == 0:
             return None
         return batch.features_NSF[..., -self.run.network.config.hidden_size :]
 
     def _log(self, rate: float, progress: Progress | None) -> None:
         pending, self._pending = self._pending, []
-        numbers = torch.stack([s.numbers() for s in pending]).sum(0)
+        numbers = self._addend(summed(pending, self.run.network.config.block_size))
         self.processes.total([numbers])
         figures = StepFigures.of(numbers)
         seconds = self.position.seconds - self._logged_seconds
@@ -258,7 +276,8 @@ class Trainer:
             progress(text, step / steps)
 
     def _evaluate(self, progress: Progress | None) -> DecodeReport | None:
-        """Evaluate on held-out sequences (in the main process); what an earlier process found at this step stands."""
+        """Evaluate on held-out sequences and export the draft (in the main process); what an earlier process found at
+        this step stands."""
         if self.metrics is None:
             return None
         step = self.position.step
@@ -279,6 +298,7 @@ class Trainer:
             report = self._decode(progress) if earlier is None else DecodeReport(**earlier)
             self.metrics.write("decode", step, vars(report))
         self.run.network.train()
+        self._export(report)
         return report
 
     def _decode(self, progress: Progress | None) -> DecodeReport:
@@ -300,7 +320,8 @@ class Trainer:
         )
         return report
 
-    def _export(self, folder: Path, report: DecodeReport | None) -> None:
+    def _export(self, report: DecodeReport | None) -> None:
+        """Write the draft of this step; a run that is killed later leaves it behind."""
         data = self.run.data
         facts: dict[str, object] = {
             "steps": self.position.step,
@@ -309,7 +330,25 @@ class Trainer:
             "data": {"sequences": len(data.train), "held_out": len(data.held_out), "fingerprint": data.fingerprint()},
             "held_out": vars(report) if report else None,
         }
-        export_draft(self.run.network, folder, self.config, facts)
+        export_draft(self.run.network, self.draft, self.config, facts)
+
+
+@contextmanager
+def _held_folder(out: Path) -> Iterator[None]:
+    """Make the run's folder and keep other runs out of it. Raises ConfigError if that cannot be had."""
+    lock = FileLock(out / ".lock", timeout=0)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise ConfigError(f"another process is training in {out}; wait for it, or give another out.") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"out {out} cannot be made or written ({reason}); give another folder.") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _check_data(path: Path, run: Run, *, started: bool) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dflash.backends.torch.loading import fits_memory
 from dflash.core.draft_config import WEIGHTS_FILE, DraftConfig, read_draft_config, read_draft_vocabulary
 from dflash.errors import CheckpointError
 
@@ -213,8 +214,8 @@ def load_draft(folder: Path, device: torch.device, dtype: torch.dtype) -> DraftM
     """Read a draft folder (config.json, model.safetensors) into a network ready for inference.
 
     Every expected tensor must be there with its shape and finite numbers, and no other: a draft with a hole would
-    still give correct text, only slowly. Raises CheckpointError (also for weights that overflow `dtype`) or
-    UnsupportedModel.
+    still give correct text, only slowly. Raises CheckpointError (also for weights that overflow `dtype`),
+    UnsupportedModel, or ConfigError if it does not fit into the device's memory.
     """
     config = read_draft_config(folder)
     path = folder / WEIGHTS_FILE
@@ -228,7 +229,8 @@ def load_draft(folder: Path, device: torch.device, dtype: torch.dtype) -> DraftM
         network = DraftModel(config)
     network.vocabulary = read_draft_vocabulary(folder, config)
     check_tensors(network, tensors, source=str(path))
-    tensors = {name: value.to(device=device, dtype=dtype) for name, value in tensors.items()}
+    with fits_memory(f"draft {folder}", dtype, device):
+        tensors = {name: value.to(device=device, dtype=dtype) for name, value in tensors.items()}
     check_tensors(network, tensors, source=f"{path} as {dtype}")
     network.load_state_dict(tensors, strict=True, assign=True)
     return network.eval().requires_grad_(False)

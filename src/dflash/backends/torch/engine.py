@@ -333,8 +333,9 @@ def _count(stats: Stats, step: Round) -> None:
 
 def _probe(model: Any, block_size: int, report: Progress) -> WidthClass:
     report("checking bit-exactness", None)
-    # The same widths with and without a draft, or the two could settle on different classes.
-    found = probe(model, max_width=max(_PROBED_WIDTH, block_size))
+    # The same widths with and without a draft, so that both settle on the same class. A block wider than that either
+    # belongs to the class too, or makes the probe say that bit-exactness does not hold.
+    found = probe(model, max_width=max(_PROBED_WIDTH, block_size), block_size=block_size)
     if not found.holds:
         logger.warning(
             "bit-exact decoding is not possible here: %s Near-ties may differ from plain decoding.", found.reason

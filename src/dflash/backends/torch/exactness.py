@@ -13,7 +13,7 @@ stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,7 +52,7 @@ class _Session(Protocol):
     def commit(self, num_rows: int) -> None: ...
 
 
-def probe(model: PreTrainedModel, *, max_width: int = MAX_WIDTH) -> WidthClass:
+def probe(model: PreTrainedModel, *, max_width: int = MAX_WIDTH, block_size: int = 1) -> WidthClass:
     """Find the width class of `model` on its device, with the present number of threads.
 
     Feeds a fixed pseudo-random text: the reference computes all rows in one forward of `max_width` rows; then narrower
@@ -62,22 +62,23 @@ def probe(model: PreTrainedModel, *, max_width: int = MAX_WIDTH) -> WidthClass:
 
     Args:
         model: the loaded model as it will decode.
-        max_width: widest forward that decoding will use (block size); at least 2.
+        max_width: widest forward to compare; at least 2 and `block_size`.
+        block_size: every width up to it is tried, since each can occur in decoding.
 
     Raises:
         UnsupportedModel: the model cannot be decoded losslessly by this version.
     """
-    assert max_width >= 2
+    assert max_width >= max(2, block_size)
     target = TorchTarget(model)
     session = target.session(exact=True)
     try:
-        return _probe(session, target.vocab_size, min(max_width, target.max_length // 3))
+        return _probe(session, target.vocab_size, min(max_width, target.max_length // 3), block_size)
     finally:
         session.close()
         target.close()
 
 
-def _probe(session: _Session, vocab_size: int, max_width: int) -> WidthClass:
+def _probe(session: _Session, vocab_size: int, max_width: int, block_size: int) -> WidthClass:
     shift = max_width // 8 * 2 + 1  # odd: no multiple of a kernel's tile
     text = _text(max_width + shift + max_width, vocab_size)
     session.prefill(text[:max_width])
@@ -87,7 +88,7 @@ def _probe(session: _Session, vocab_size: int, max_width: int) -> WidthClass:
     text, reference = text[shift:], reference[shift:]
     tried: list[int] = []
     width = 0
-    for candidate in _candidates(max_width):
+    for candidate in _candidates(max_width, block_size):
         tried.insert(0, candidate)
         if not _repeats(session, text[:candidate], reference):
             break
@@ -127,10 +128,11 @@ def _rows(session: _Session, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-def _candidates(max_width: int) -> Iterator[int]:
-    """Widths to compare, widest first: all up to 8, then odd ones, where kernels have remainders, and powers of two."""
-    yield max_width
-    yield from (width for width in (23, 16, 11, 8, 7, 6, 5, 4, 3, 2, 1) if width < max_width)
+def _candidates(max_width: int, block_size: int) -> list[int]:
+    """Widths to compare, widest first: all up to 8 and up to the block, beyond them odd ones (where kernels have
+    remainders) and powers of two."""
+    widths = {max_width, 23, 16, 11, *range(1, max(8, block_size) + 1)}
+    return sorted((width for width in widths if width <= max_width), reverse=True)
 
 
 def _text(length: int, vocab_size: int) -> list[int]:

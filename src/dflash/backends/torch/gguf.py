@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dflash.cache import build_once, cache_root, file_sha256
@@ -39,13 +40,16 @@ def converted_folder(
 
     Raises CheckpointError if the file is damaged or cannot be read, ConfigError if the cache cannot be written.
     """
-    digest = source.sha256 or file_sha256(source.path)
+    with _reading(source.path):
+        digest = source.sha256 or file_sha256(source.path)
     label = source.name if source.name in TARGETS else source.path.stem
     run = convert or convert_in_child
 
     def build(temporary: Path) -> None:
-        _check_magic(source.path)
-        if source.sha256 is not None and file_sha256(source.path) != digest:
+        with _reading(source.path):
+            _check_magic(source.path)
+            changed = source.sha256 is not None and file_sha256(source.path) != digest
+        if changed:
             raise CheckpointError(
                 f"{source.path} has other bytes than the published file (SHA-256 differs); reinstall the package "
                 "it belongs to with pip's option --force-reinstall."
@@ -104,6 +108,15 @@ def convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **options)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+@contextmanager
+def _reading(gguf: Path) -> Iterator[None]:
+    """Around reading the GGUF file itself, so that its faults are not taken for the cache's."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{gguf} cannot be read ({error.strerror or error}); check its permissions.") from error
 
 
 def _check_magic(path: Path) -> None:

@@ -6,6 +6,7 @@ safetensors only, and code from a checkpoint runs only if the caller asked for i
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -151,12 +152,13 @@ def load_target(
     """Load a target's weights and tokenizer (a GGUF file by way of its converted copy).
 
     Raises CheckpointError for damaged or incomplete weights, UnsupportedModel for what is no causal language
-    model, ModelError for what cannot be read.
+    model, ModelError for what cannot be read, ConfigError for what does not fit into memory.
     """
     folder = converted_folder(source, progress=progress) if source.is_gguf else source.path
     if progress is not None:
         progress(f"loading {source.name}", None)
-    with _loading_errors(source, folder), _bars_to(progress, f"loading {source.name}"):
+    what, cpu = f"target '{source.name}'", torch.device("cpu")
+    with fits_memory(what, dtype, cpu), _loading_errors(source, folder), _bars_to(progress, f"loading {source.name}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
@@ -175,7 +177,26 @@ def load_target(
         )
     if info["unexpected_keys"]:
         logger.info("'%s': %d tensors are not used by this model class", source.name, len(info["unexpected_keys"]))
-    return LoadedTarget(model.to(device).eval(), tokenizer, folder)
+    with fits_memory(what, dtype, device):
+        model = model.to(device)
+    return LoadedTarget(model.eval(), tokenizer, folder)
+
+
+@contextmanager
+def fits_memory(what: str, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Around whatever puts weights of `dtype` on `device`. Raises ConfigError if they do not fit, with what would."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        cures = ["a smaller model"]
+        cures += ["dtype bfloat16"] if dtype == torch.float32 else []
+        cures += ["device cpu"] if device.type != "cpu" else []
+        raise ConfigError(
+            f"{what} in {str(dtype).removeprefix('torch.')} does not fit into the memory of device {device}; "
+            f"use {' or '.join(reversed(cures))}."
+        ) from error
 
 
 def check_pair(draft: DraftConfig, model: PreTrainedModel, *, draft_name: str, target_name: str) -> None:
@@ -223,6 +244,8 @@ def _loading_errors(source: Source, folder: Path) -> Iterator[None]:
     except ImportError as error:
         raise MissingExtra(f"target '{source.name}' needs a further package: {_first_line(error)}") from error
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+        if _is_out_of_memory(error):
+            raise
         text = str(error)
         if "trust_remote_code" in text:
             raise ModelError(
@@ -267,6 +290,13 @@ def _counted(items: Any, progress: Progress | None, what: str) -> Iterator[Any]:
         if progress is not None and total:
             progress(what, done / total)
         yield item
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Python's, the system's, CUDA's, and that of PyTorch's CPU allocator, which is a RuntimeError like any other."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -1,7 +1,7 @@
 """A target's own answers to a batch of prompts, through Transformers' `generate`.
 
 Knows the chat template (and what is wrong with some), left padding, stop ids and the random stream of a
-shard. Does not know files, shards or resuming: see prepare.py.
+shard. Does not know files, shards or resuming: see run.py.
 
 Answers follow the target's plain distribution: what a model's generation_config.json asks for beyond its stop
 ids (top-k, top-p, repetition penalty, suppressed tokens, ...) is set aside, as decoding here does too.
@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from dflash.backends.torch.compat import text_config
 from dflash.backends.torch.loading import LoadedTarget, end_of_sequence_ids
 from dflash.errors import ConfigError, DataError, ModelError
-from dflash.train.prompts import Message
+from dflash.prepare.prompts import Message
 
 _PROBE_QUESTION = "dflash-probe-question"
 _PROBE_ANSWER = "dflash-probe-answer"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dflash.errors import ConfigError, DataError
-from dflash.train.prompts import read_prompts
-from tests.train.tiny_target import write_rows
+from dflash.prepare.prompts import read_prompts
+from tests.prepare.tiny_target import write_rows
 
 
 def test_three_forms_become_conversations(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from dflash.cache import file_sha256
 from dflash.errors import DataError
-from dflash.train.jsonl import (
+from dflash.prepare.jsonl import (
     line_error,
     read_json_lines,
     read_json_object,
@@ -89,7 +89,7 @@ class Manifest:
     """The list that closes a set of shards."""
 
     run: Mapping[str, Any]
-    """What the set was made with: prompts, target, options (see prepare.py)."""
+    """What the set was made with: prompts, target, options (see run.py)."""
     num_skipped: int
     """Answers left out because their prompt was longer than the run allowed."""
     shards: tuple[ShardRecord, ...]

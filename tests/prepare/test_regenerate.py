@@ -12,8 +12,8 @@ from scipy.stats import chisquare
 from transformers import LlamaForCausalLM
 
 from dflash.errors import ConfigError, DataError, ModelError
-from dflash.train.regenerate import Answerer, check_template, cut_at_stop, weights_fingerprint
-from tests.train.tiny_target import END_ID, SPECIAL, TEMPLATE, tiny_model, tiny_target, tiny_tokenizer
+from dflash.prepare.regenerate import Answerer, check_template, cut_at_stop, weights_fingerprint
+from tests.prepare.tiny_target import END_ID, SPECIAL, TEMPLATE, tiny_model, tiny_target, tiny_tokenizer
 
 PROMPTS = ["a", "what is this?", "name three things", "b c", "why " * 9]
 

@@ -1,6 +1,6 @@
 """The folder of a `prepare` run: who may write into it, and what in it is finished.
 
-Knows run.json, the lock and the check of finished shards; does not know models. See prepare.py for the layout.
+Knows run.json, the lock and the check of finished shards; does not know models. See run.py for the layout.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from dflash.errors import DataError
-from dflash.train.answers import RUN_NAME, ShardRecord, describe_shard, read_shard
-from dflash.train.jsonl import TEMPORARY_SUFFIX, read_json_object
-from dflash.train.prompts import Conversation
+from dflash.prepare.answers import RUN_NAME, ShardRecord, describe_shard, read_shard
+from dflash.prepare.jsonl import TEMPORARY_SUFFIX, read_json_object
+from dflash.prepare.prompts import Conversation
 
 
 @contextmanager

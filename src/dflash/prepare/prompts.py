@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.errors import ConfigError, DataError
-from dflash.train.jsonl import line_error, read_json_lines
+from dflash.prepare.jsonl import line_error, read_json_lines
 
 Message = dict[str, str]
 """One chat message: {"role": "system" | "user" | "assistant" | ..., "content": text}."""

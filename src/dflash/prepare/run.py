@@ -27,8 +27,7 @@ import transformers
 from dflash.backends.torch.loading import LoadedTarget, choose_device, choose_dtype, load_target, set_threads
 from dflash.cache import file_sha256
 from dflash.errors import ConfigError, DataError
-from dflash.resolve import resolve_target
-from dflash.train.answers import (
+from dflash.prepare.answers import (
     RUN_NAME,
     AnswerRow,
     Manifest,
@@ -37,10 +36,11 @@ from dflash.train.answers import (
     write_manifest,
     write_shard,
 )
-from dflash.train.jsonl import write_json_atomically
-from dflash.train.prompts import Conversation, Message, read_prompts
-from dflash.train.regenerate import Answerer
-from dflash.train.run_folder import finished_shard, locked_folder, refuse_other_run
+from dflash.prepare.answers_folder import finished_shard, locked_folder, refuse_other_run
+from dflash.prepare.jsonl import write_json_atomically
+from dflash.prepare.prompts import Conversation, Message, read_prompts
+from dflash.prepare.regenerate import Answerer
+from dflash.resolve import resolve_target
 
 DEFAULT_MAX_PROMPT_TOKENS = 1024
 """Longer prompts are left out: training sequences are short, and one long prompt pads its whole batch."""

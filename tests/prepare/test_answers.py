@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash.errors import DataError
-from dflash.train.answers import (
+from dflash.prepare.answers import (
     MANIFEST_NAME,
     RUN_NAME,
     AnswerRow,
@@ -19,8 +19,8 @@ from dflash.train.answers import (
     write_manifest,
     write_shard,
 )
-from dflash.train.jsonl import write_atomically
-from tests.train.tiny_target import write_rows
+from dflash.prepare.jsonl import write_atomically
+from tests.prepare.tiny_target import write_rows
 
 
 def _row(name: str, prompt: list[int], answer: list[int], mask: list[int] | None = None) -> AnswerRow:

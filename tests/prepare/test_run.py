@@ -13,9 +13,9 @@ import pytest
 from filelock import FileLock
 
 from dflash.errors import ConfigError, DataError, ModelError
-from dflash.train.answers import MANIFEST_NAME, AnswerRow, read_answers
-from dflash.train.prepare import PrepareProgress, PrepareSummary, prepare
-from tests.train.tiny_target import (
+from dflash.prepare.answers import MANIFEST_NAME, AnswerRow, read_answers
+from dflash.prepare.run import PrepareProgress, PrepareSummary, prepare
+from tests.prepare.tiny_target import (
     CONTEXT,
     END_ID,
     loader,
@@ -97,8 +97,8 @@ def test_interrupted_run_goes_on_to_the_same_bytes(
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from dflash.train.prepare import prepare
-from tests.train.tiny_target import loader
+from dflash.prepare.run import prepare
+from tests.prepare.tiny_target import loader
 
 def kill(state):
     if state.num_done >= 11:
