@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflash.errors import CheckpointError
+from dflash.prepare.jsonl import sync_folder
 
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 _KEPT = 2
@@ -52,7 +53,7 @@ def save_checkpoint(folder: Path, network: nn.Module, optimizer: torch.optim.Opt
             os.fsync(stream.fileno())
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    _sync_folder(folder)
+    sync_folder(folder)
     for old in _complete(folder)[:-_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -105,14 +106,3 @@ def _restore(network: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict
         optimizer.state[parameter][key] = value.to(parameter.device) if moves else value
     if without := sorted(parameters.keys() - {name.rpartition("/")[0] for name in tensors}):
         raise ValueError(f"it has no optimizer state of {without[0]}")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable; systems that cannot open a folder do not need it."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
