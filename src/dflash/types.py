@@ -136,6 +136,8 @@ class Stats:
     accepted_per_slot: list[int] = field(default_factory=list)
     """[i]: rounds in which slot i+1 was accepted."""
     finish_reason: FinishReason | None = None
+    drafting_stopped: str | None = None
+    """Why drafting was given up on the way, in one sentence (`core/parking.py`); None if it was not."""
 
     @property
     def num_rounds(self) -> int:

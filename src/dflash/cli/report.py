@@ -68,6 +68,7 @@ def stats_record(stats: Stats) -> dict[str, Any]:
         "overhead_seconds": number(stats.overhead_seconds),
         "decode_tokens_per_second": number(stats.decode_tokens_per_second),
         "finish_reason": stats.finish_reason,
+        "drafting_stopped": stats.drafting_stopped,
     }
 
 

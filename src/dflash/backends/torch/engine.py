@@ -37,6 +37,7 @@ from dflash.backends.torch.target import TorchTarget
 from dflash.cache import file_sha256
 from dflash.core.draft_config import WEIGHTS_FILE, DraftConfig, read_draft_config
 from dflash.core.loop import speculative_rounds
+from dflash.core.parking import ParkingDrafter
 from dflash.core.stopping import StopRule
 from dflash.core.text import IncrementalText
 from dflash.errors import ConfigError, PromptError
@@ -261,7 +262,7 @@ class Engine:
             ConfigError: exact=True on an engine that was loaded with exact=False, or unusable parameters.
         """
         ids = self._prompt_ids(prompt, prompt_ids, raw)
-        drafter = self.drafter.session() if self.drafter is not None and use_draft else None
+        drafter = ParkingDrafter(self.drafter.session()) if self.drafter is not None and use_draft else None
         session = self.target.session(exact=self._exact(exact), features=drafter is not None)
         rounds = speculative_rounds(
             session,
@@ -272,7 +273,8 @@ class Engine:
             max_new_tokens=params.max_new_tokens,
             width=self.info.width,
         )
-        return self._events(rounds, session.close, IncrementalText(self.decode, params.stop), len(ids))
+        stats = Stats(num_prompt_tokens=len(ids))
+        return self._events(rounds, session.close, IncrementalText(self.decode, params.stop), stats, drafter)
 
     def close(self) -> None:
         """Take the engine's hooks off the target model; the engine cannot be used any more."""
@@ -283,9 +285,9 @@ class Engine:
         rounds: Generator[Round, None, None],
         free: Callable[[], None],
         text: IncrementalText,
-        num_prompt_tokens: int,
+        stats: Stats,
+        drafter: ParkingDrafter | None,
     ) -> Generator[StreamEvent, None, None]:
-        stats = Stats(num_prompt_tokens=num_prompt_tokens)
         try:
             for step in rounds:
                 started = time.perf_counter()
@@ -295,6 +297,9 @@ class Engine:
                 # Turning tokens into text is part of what a round costs.
                 step = dataclasses.replace(step, total_seconds=step.total_seconds + time.perf_counter() - started)
                 _count(stats, step)
+                if drafter is not None and stats.drafting_stopped is None and drafter.reason is not None:
+                    stats.drafting_stopped = drafter.reason
+                    logger.warning("%s.", drafter.reason)
                 yield StreamEvent(piece, step.tokens, step, stats)
         finally:
             rounds.close()
