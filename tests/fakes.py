@@ -49,12 +49,15 @@ def random_logits(seed: int, vocab_size: int = VOCAB, scale: float = 2.0) -> Log
 class FakeTarget:
     """A target over a logits function. Features are [rows, 2]: position and token of each fed row."""
 
-    def __init__(self, logits: LogitsOf, max_length: int = 10_000, *, has_taps: bool = True) -> None:
+    def __init__(
+        self, logits: LogitsOf, max_length: int = 10_000, *, has_taps: bool = True, trees: bool = True
+    ) -> None:
         self._logits = logits
+        self._supports_trees = trees
         self._max_length = max_length
         self._has_taps = has_taps
         self.committed: tuple[int, ...] = ()
-        self._fed: tuple[int, ...] | None = None
+        self._fed: tuple[int, Proposal] | None = None
         self.num_verified: list[int] = []
         """Rows of each verify call."""
 
@@ -62,30 +65,43 @@ class FakeTarget:
     def max_length(self) -> int:
         return self._max_length
 
+    @property
+    def supports_trees(self) -> bool:
+        return self._supports_trees
+
     def prefill(self, prompt_ids: Sequence[int]) -> Verdict:
         assert self.committed == (), "one prefill per session"
         self.committed = tuple(prompt_ids)
         assert len(self.committed) <= self._max_length
-        return Verdict(self._logits(self.committed)[None], self._features(0, self.committed))
+        return Verdict(self._logits(self.committed)[None], self._features(range(len(self.committed)), self.committed))
 
     def verify(self, anchor: int, proposal: Proposal) -> Verdict:
         assert self.committed, "prefill comes first"
         assert self._fed is None, "every verify is followed by a commit"
-        fed = (anchor, *proposal.tokens)
-        assert len(self.committed) + len(fed) <= self._max_length, "fed beyond the context"
-        self._fed = fed
-        self.num_verified.append(len(fed))
-        rows = [self._logits(self.committed + fed[: index + 1]) for index in range(len(fed))]
-        return Verdict(np.stack(rows), self._features(len(self.committed), fed))
+        assert proposal.parents is None or self._supports_trees, "a tree for a target that takes chains only"
+        depths = proposal.depths()
+        assert len(self.committed) + max(depths) < self._max_length, "fed beyond the context"
+        self._fed = (anchor, proposal)
+        self.num_verified.append(len(depths))
+        ancestry: list[tuple[int, ...]] = [(0,)]
+        for index in range(len(proposal.tokens)):
+            parent = index if proposal.parents is None else proposal.parents[index]
+            ancestry.append((*ancestry[parent], index + 1))
+        rows = [self._logits((*self.committed, anchor, *proposal.along(path))) for path in ancestry]
+        positions = [len(self.committed) + depth for depth in depths]
+        return Verdict(np.stack(rows), self._features(positions, (anchor, *proposal.tokens)))
 
-    def commit(self, num_rows: int) -> None:
+    def commit(self, path: Sequence[int]) -> None:
         assert self._fed is not None, "commit follows verify"
-        assert 1 <= num_rows <= len(self._fed)
-        self.committed += self._fed[:num_rows]
+        anchor, proposal = self._fed
+        parents = (None, *(range(len(proposal.tokens)) if proposal.parents is None else proposal.parents))
+        assert path[0] == 0, "the anchor is always kept"
+        assert [parents[row] for row in path[1:]] == list(path[:-1]), "a path goes from parents to children"
+        self.committed += (anchor, *proposal.along(path))
         self._fed = None
 
-    def _features(self, first: int, tokens: tuple[int, ...]) -> NDArray[np.int64] | None:
-        return np.array([(first + index, token) for index, token in enumerate(tokens)]) if self._has_taps else None
+    def _features(self, positions: Sequence[int], tokens: tuple[int, ...]) -> NDArray[np.int64] | None:
+        return np.array(list(zip(positions, tokens, strict=True))) if self._has_taps else None
 
 
 class FakeDrafter:
@@ -124,7 +140,7 @@ class FakeAcceptor:
 
     def accept(self, proposal: Proposal, verdict: Verdict) -> Acceptance:
         num_accepted = min(self._accepted.pop(0), len(proposal.tokens))
-        return Acceptance(num_accepted, int(verdict.logits[num_accepted].argmax()))
+        return Acceptance.chain(num_accepted, int(verdict.logits[num_accepted].argmax()))
 
 
 def guess_right(logits: LogitsOf) -> Guess:

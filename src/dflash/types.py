@@ -70,12 +70,34 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a drafter proposes after the anchor: a chain of draft tokens with point-mass q (one-hot).
+    """What a drafter proposes after the anchor: draft tokens with point-mass q (one-hot), a chain or a tree.
 
-    Trees and sampled proposals add fields here (parents, q) when they come; an empty chain is a plain step.
+    Token i is fed in row i + 1; row 0 is the anchor's. An empty chain is a plain step.
     """
 
     tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    """parents[i]: the row that token i follows, always an earlier one; None = a chain (parents[i] = i)."""
+
+    @classmethod
+    def tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> Proposal:
+        """The proposal of a tree; a tree of one chain is that chain, so that both are treated the same."""
+        assert all(parent <= index for index, parent in enumerate(parents)), "parents come before their children"
+        is_chain = all(parent == index for index, parent in enumerate(parents))
+        return cls(tuple(tokens), None if is_chain else tuple(parents))
+
+    def depths(self) -> list[int]:
+        """Tokens between the anchor and each row, [rows]: row j belongs at position n + depth."""
+        if self.parents is None:
+            return list(range(len(self.tokens) + 1))
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def along(self, path: Sequence[int]) -> tuple[int, ...]:
+        """The draft tokens of the rows of `path`, without the anchor that it starts with."""
+        return tuple(self.tokens[row - 1] for row in path[1:])
 
 
 @dataclass(frozen=True)
@@ -83,7 +105,8 @@ class Verdict:
     """The target's answer to one forward: opaque to core, read by the acceptor and drafter of its backend.
 
     `logits` has one row per fed token that may be judged ([rows, V]; row j is the distribution after the
-    anchor and j draft tokens); `features` the tapped hidden states of the fed rows, or None without taps.
+    anchor and the draft tokens from it down to row j's own); `features` the tapped hidden states of the fed
+    rows, or None without taps: a slice picks those of a chain, a list of row numbers those of a tree's path.
     """
 
     logits: Any
@@ -92,12 +115,22 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The acceptor's decision: how many proposed tokens stand and the target's own token after them."""
+    """The acceptor's decision: which of the fed rows stand and the target's own token after them."""
 
-    num_accepted: int
-    """m in 0..len(proposal): length of the accepted prefix."""
+    path: tuple[int, ...]
+    """Fed rows to keep, ascending, each the parent of the next; the first is 0, the anchor's. Of a chain: 0..m."""
     next_token: int
-    """Bonus (all accepted) or replacement, drawn from the target's row m."""
+    """Bonus (all accepted) or replacement, drawn from the target's row path[-1]."""
+
+    @classmethod
+    def chain(cls, num_accepted: int, next_token: int) -> Acceptance:
+        """The first `num_accepted` tokens of a chain."""
+        return cls(tuple(range(num_accepted + 1)), next_token)
+
+    @property
+    def num_accepted(self) -> int:
+        """m: accepted draft tokens."""
+        return len(self.path) - 1
 
 
 @dataclass(frozen=True)
@@ -107,12 +140,15 @@ class Round:
     tokens: tuple[int, ...]
     """Tokens emitted by this round, cut at stop and limit; never empty."""
     num_proposed: int
+    """Draft tokens that were fed: of a tree, all its nodes."""
     num_accepted: int
     """Accepted draft tokens that were emitted (after the cut)."""
     draft_seconds: float
     verify_seconds: float
     total_seconds: float
     finish_reason: FinishReason | None = None
+    num_slots: int | None = None
+    """Slots after the anchor that the proposal reached, i.e. the depth of a tree; None = num_proposed (a chain)."""
 
 
 @dataclass
@@ -168,10 +204,11 @@ class Stats:
         self.verify_seconds += step.verify_seconds
         self.num_proposed += step.num_proposed
         self.num_accepted += step.num_accepted
-        while len(self.proposed_per_slot) < step.num_proposed:
+        num_slots = step.num_proposed if step.num_slots is None else step.num_slots
+        while len(self.proposed_per_slot) < num_slots:
             self.proposed_per_slot.append(0)
             self.accepted_per_slot.append(0)
-        for slot in range(step.num_proposed):
+        for slot in range(num_slots):
             self.proposed_per_slot[slot] += 1
             self.accepted_per_slot[slot] += slot < step.num_accepted
         self.finish_reason = step.finish_reason or self.finish_reason

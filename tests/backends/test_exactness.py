@@ -41,8 +41,8 @@ class FakeSession:
         ]
         return Verdict(torch.tensor(rows))
 
-    def commit(self, num_rows: int) -> None:
-        self.num_tokens += num_rows
+    def commit(self, path: Sequence[int]) -> None:
+        self.num_tokens += len(path)
 
 
 def inject(model: PreTrainedModel, fault: Callable[[torch.Tensor], torch.Tensor | float]) -> PreTrainedModel:
@@ -78,14 +78,14 @@ def test_found_class_gives_the_same_bits_in_use(family: Callable[[], PreTrainedM
     expected = []
     for token in text[10:50]:
         expected.append(plain.verify(token, Proposal()).logits[0])
-        plain.commit(1)
+        plain.commit(range(1))
     fed = 0
     for kept in (1, 3, 8, 2, 16, 4, 6):
         tail = tokens(16 - kept, seed=kept) if kept % 2 else []
         logits = blocks.verify(text[10 + fed], Proposal((*text[11 + fed : 10 + fed + kept], *tail))).logits
         for row in range(kept):
             assert torch.equal(logits[row], expected[fed + row])
-        blocks.commit(kept)
+        blocks.commit(range(kept))
         fed += kept
     assert fed == 40
 

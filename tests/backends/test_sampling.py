@@ -118,7 +118,7 @@ def test_greedy_takes_the_first_of_equals(row_by_row: bool) -> None:
     logits = torch.zeros(3, 7)
     logits[:, [2, 5]] = 1
     acceptor = TorchAcceptor(SamplingParams(), (), 7, row_by_row=row_by_row)
-    assert acceptor.accept(Proposal((2, 5)), Verdict(logits)) == Acceptance(1, 2)
+    assert acceptor.accept(Proposal((2, 5)), Verdict(logits)) == Acceptance.chain(1, 2)
 
 
 @pytest.mark.parametrize("row_by_row", [True, False])

@@ -54,7 +54,7 @@ def test_rollback_oracle(model: PreTrainedModel, exact: bool, exact_width: int) 
         session, fresh = target.session(exact=exact), target.session(exact=exact)
         session.prefill(PROMPT)
         session.verify(BLOCK[0], Proposal(tuple(BLOCK[1:])))
-        session.commit(kept)
+        session.commit(range(kept))
         fresh.prefill([*PROMPT, *BLOCK[:kept]])
         assert session.num_tokens == fresh.num_tokens == len(PROMPT) + kept
         for ours, expected in zip(stored(session), stored(fresh), strict=True):
@@ -81,7 +81,7 @@ def test_two_rejection_patterns_give_one_state(model: PreTrainedModel) -> None:
         for kept in pattern:
             rejected = tokens(3, seed=100 + fed + kept)
             session.verify(text[fed], Proposal((*text[fed + 1 : fed + kept], *rejected)))
-            session.commit(kept)
+            session.commit(range(kept))
             fed += kept
         assert fed == len(text)
         logits.append(session.verify(NEXT[0], Proposal()).logits)
@@ -112,7 +112,7 @@ def test_growth_over_buckets_keeps_the_state(exact: bool) -> None:
     fed = BUCKET - 10
     while fed < BUCKET + 22:
         session.verify(text[fed], Proposal(tuple(text[fed + 1 : fed + 7])))
-        session.commit(4)
+        session.commit(range(4))
         fed += 4
     assert session.capacity >= fed
     session.prefill(text[fed : 2 * BUCKET - 3])
@@ -130,7 +130,7 @@ def test_keys_returned_are_whole_buckets_on_demand() -> None:
     cache.reserve(40)
     assert cache.begin(3, buckets=False) == 3
     assert cache.begin(3, buckets=True) == 8
-    cache.commit(3)
+    cache.commit(range(3))
     assert cache.begin(6, buckets=True) == 16
     cache.return_at_least(41)
     assert cache.begin(1, buckets=True) == 48
@@ -157,7 +157,7 @@ def test_commit_of_more_rows_than_fed_is_an_error() -> None:
     session.prefill(PROMPT)
     session.verify(BLOCK[0], Proposal((BLOCK[1],)))
     with pytest.raises(AssertionError):
-        session.commit(3)  # two fed; the padded forward had four rows
+        session.commit(range(3))  # two fed; the padded forward had four rows
 
 
 def test_unknown_states_are_refused() -> None:

@@ -9,7 +9,8 @@ import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
 from dflash.backends.torch import compat
-from dflash.backends.torch.target import BlockMask, TapRecorder, TorchTarget
+from dflash.backends.torch.masks import BlockMask
+from dflash.backends.torch.target import TapRecorder, TorchTarget
 from dflash.core.protocols import Target
 from dflash.errors import MissingExtra, PairError, PromptError, UnsupportedModel
 from dflash.types import Proposal
@@ -169,8 +170,8 @@ def test_sessions_are_isolated(model: PreTrainedModel, exact: bool) -> None:
             results += [verdict.logits, verdict.features]
             if interleave:
                 other.verify(3, Proposal((1, 2)))
-                other.commit(1)
-            session.commit(kept)
+                other.commit(range(1))
+            session.commit(range(kept))
         return results
 
     for ours, expected in zip(rounds(True), rounds(False), strict=True):
@@ -182,7 +183,7 @@ def test_prefill_continues_a_session(model: PreTrainedModel) -> None:
     session = TorchTarget(model, taps=(0,), prefill_chunk=8).session()
     session.prefill(PROMPT)
     session.verify(BLOCK[0], Proposal(tuple(BLOCK[1:])))
-    session.commit(2)
+    session.commit(range(2))
     more = tokens(9, seed=5)
     verdict = session.prefill(more)
     logits, layers = reference(model, [*PROMPT, *BLOCK[:2], *more])
@@ -205,7 +206,7 @@ def test_the_context_can_be_filled_to_the_last_token() -> None:
     session = TorchTarget(model, exact_width=8).session()
     session.prefill(text[:31])
     close(session.verify(text[31], Proposal()).logits, reference(model, text)[0][31:])
-    session.commit(1)
+    session.commit(range(1))
     assert session.num_tokens == session.max_length
     with pytest.raises(AssertionError):
         session.verify(1, Proposal())

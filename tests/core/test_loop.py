@@ -239,9 +239,9 @@ def test_time_is_split_between_draft_verify_and_overhead() -> None:
             spend(10)
             return super().verify(anchor, proposal)
 
-        def commit(self, num_rows: int) -> None:
+        def commit(self, path: Sequence[int]) -> None:
             spend(0.5)
-            super().commit(num_rows)
+            super().commit(path)
 
     class SlowDrafter(FakeDrafter):
         def propose(self, anchor: int, budget: int) -> Proposal:

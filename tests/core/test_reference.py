@@ -105,20 +105,20 @@ def test_residual_of_equal_or_covering_q_falls_back_to_p() -> None:
     assert residual(p, p.copy()).tolist() == p.tolist()
     covering = SparseProbs(np.array([1, 0]), np.array([0.75, 0.25], np.float32))
     assert residual(p, covering).tolist() == p.tolist()
-    assert accept_sampled([0], [p], np.stack([p, p]), [0.999], 0.0) == Acceptance(1, 0)
+    assert accept_sampled([0], [p], np.stack([p, p]), [0.999], 0.0) == Acceptance.chain(1, 0)
 
 
 def test_greedy_acceptance_by_hand() -> None:
     rows = np.eye(4, dtype=np.float32)[[2, 0, 3]]
-    assert accept_greedy([2, 0], rows) == Acceptance(2, 3)
-    assert accept_greedy([2, 1], rows) == Acceptance(1, 0)
-    assert accept_greedy([0, 0], rows) == Acceptance(0, 2)
-    assert accept_greedy([], rows[:1]) == Acceptance(0, 2)
+    assert accept_greedy([2, 0], rows) == Acceptance.chain(2, 3)
+    assert accept_greedy([2, 1], rows) == Acceptance.chain(1, 0)
+    assert accept_greedy([0, 0], rows) == Acceptance.chain(0, 2)
+    assert accept_greedy([], rows[:1]) == Acceptance.chain(0, 2)
 
 
 def test_zero_probability_is_never_accepted_even_at_draw_zero() -> None:
     p = np.array([[0, 1], [0.5, 0.5]], np.float32)
-    assert accept_sampled([0], [np.array([1, 0], np.float32)], p, [0.0], 0.3) == Acceptance(0, 1)
+    assert accept_sampled([0], [np.array([1, 0], np.float32)], p, [0.0], 0.3) == Acceptance.chain(0, 1)
 
 
 # Distribution of whole texts -----------------------------------------------------------------------
@@ -142,8 +142,8 @@ def judge_by_ratio_to_best(
     for index, token in enumerate(draft):
         row = np.asarray(q[index])
         if draws[index] >= row[token] / row.max():
-            return Acceptance(index, draw(residual(p[index], row), float(draws[2])))
-    return Acceptance(2, draw(p[2], float(draws[2])))
+            return Acceptance.chain(index, draw(residual(p[index], row), float(draws[2])))
+    return Acceptance.chain(2, draw(p[2], float(draws[2])))
 
 
 def judge_without_residual(
@@ -151,7 +151,7 @@ def judge_without_residual(
 ) -> Acceptance:
     """A fault: the replacement comes from p instead of the residual."""
     decision = accept_sampled(draft, q, p, draws[:2].tolist(), 0.5)
-    return Acceptance(decision.num_accepted, draw(p[decision.num_accepted], float(draws[2])))
+    return Acceptance.chain(decision.num_accepted, draw(p[decision.num_accepted], float(draws[2])))
 
 
 def sparse(q: FloatArray) -> SparseProbs:

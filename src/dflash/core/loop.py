@@ -88,7 +88,7 @@ class _Session:
         started = self.clock()
         verdict = self.target.prefill(prompt_ids)
         verified = self.clock()
-        self._observe(prompt_ids, verdict)
+        self._observe(prompt_ids, verdict, range(len(prompt_ids)))
         token = self.acceptor.accept(Proposal(), verdict).next_token
         tokens, reason = self._cut((token,), limit)
         return Round(
@@ -108,13 +108,14 @@ class _Session:
         verdict = self.target.verify(anchor, proposal)
         verified = self.clock()
         acceptance = self.acceptor.accept(proposal, verdict)
-        accepted = proposal.tokens[: acceptance.num_accepted]
+        accepted = proposal.along(acceptance.path)
         tokens, reason = self._cut((*accepted, acceptance.next_token), num_left)
         # Rows to keep: the anchor and those emitted tokens that were fed, i.e. all but the target's own.
         num_accepted = min(len(accepted), len(tokens))
-        self.target.commit(1 + num_accepted)
+        path = acceptance.path[: 1 + num_accepted]
+        self.target.commit(path)
         committed = self.clock()
-        self._observe((anchor, *accepted[:num_accepted]), verdict)
+        self._observe((anchor, *accepted[:num_accepted]), verdict, path)
         ended = self.clock()
         return Round(
             tokens=tokens,
@@ -124,19 +125,26 @@ class _Session:
             verify_seconds=verified - proposed,
             total_seconds=ended - started,
             finish_reason=reason,
+            num_slots=max(proposal.depths()),
         )
 
     def _propose(self, anchor: int, budget: int) -> Proposal:
         if self.drafter is None or budget < 1:
             return Proposal()
         proposal = self.drafter.propose(anchor, budget)
-        assert len(proposal.tokens) <= budget, "a drafter must keep to its budget"
+        assert max(proposal.depths()) <= budget, "a drafter must keep to its budget"
+        assert proposal.parents is None or self.target.supports_trees, "this target takes chains only"
         return proposal
 
-    def _observe(self, token_ids: Sequence[int], verdict: Verdict) -> None:
-        if self.drafter is not None:
-            features = verdict.features
-            self.drafter.observe(token_ids, None if features is None else features[: len(token_ids)])
+    def _observe(self, token_ids: Sequence[int], verdict: Verdict, rows: Sequence[int]) -> None:
+        """Tell the drafter the committed tokens and their features, which lie in these rows of the verdict."""
+        if self.drafter is None:
+            return
+        features = verdict.features
+        if features is not None:
+            is_prefix = rows[-1] == len(rows) - 1
+            features = features[: len(rows)] if is_prefix else features[list(rows)]
+        self.drafter.observe(token_ids, features)
 
     def _cut(self, tokens: tuple[int, ...], num_left: int) -> tuple[tuple[int, ...], FinishReason | None]:
         """What may be emitted of a round's tokens, and why the generation ends with it, if it does."""

@@ -22,18 +22,24 @@ class Target(Protocol):
         """Context limit in tokens (prompt + output)."""
         ...
 
+    @property
+    def supports_trees(self) -> bool:
+        """Whether every layer state can hold branches; otherwise `verify` takes chains only."""
+        ...
+
     def prefill(self, prompt_ids: Sequence[int]) -> Verdict:
         """Feed and commit the whole prompt (in chunks). Returns one logits row (the last) and the features of
         all prompt rows [len(prompt), taps x hidden]."""
         ...
 
     def verify(self, anchor: int, proposal: Proposal) -> Verdict:
-        """Feed anchor + proposal at positions n.. without committing; len(proposal) + 1 rows come back."""
+        """Feed anchor + proposal without committing, row j at position n + its depth, seeing the committed tokens,
+        its ancestors and itself; len(proposal.tokens) + 1 rows come back."""
         ...
 
-    def commit(self, num_rows: int) -> None:
-        """Keep the first `num_rows` of the rows that the last `verify` fed (anchor + accepted), drop the rest.
-        The bonus token is not fed yet."""
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the rows `path` of those that the last `verify` fed (`Acceptance.path`: anchor + accepted), drop the
+        rest. The bonus token is not fed yet."""
         ...
 
 
@@ -51,7 +57,8 @@ class Drafter(Protocol):
         ...
 
     def propose(self, anchor: int, budget: int) -> Proposal:
-        """Guess at most `budget` (>= 1) tokens after `anchor`, which sits at position = tokens observed."""
+        """Guess at most `budget` (>= 1) tokens after `anchor`, which sits at position = tokens observed; branches of
+        a tree may each be so long."""
         ...
 
 
@@ -59,6 +66,6 @@ class Acceptor(Protocol):
     """The acceptance rule with a request's sampling parameters; keeps the history that penalties need."""
 
     def accept(self, proposal: Proposal, verdict: Verdict) -> Acceptance:
-        """Decide the accepted prefix and draw the next token from the row after it. Remembers what it
-        accepted: the next call continues after these tokens. An empty proposal is a plain step."""
+        """Decide the accepted path and draw the next token from its last row. Remembers what it accepted: the next
+        call continues after these tokens. An empty proposal is a plain step."""
         ...

@@ -108,7 +108,7 @@ def accept_choices(draft: Sequence[int], choices: Sequence[int]) -> Acceptance:
     num_accepted = 0
     while num_accepted < len(draft) and draft[num_accepted] == choices[num_accepted]:
         num_accepted += 1
-    return Acceptance(num_accepted, choices[num_accepted])
+    return Acceptance.chain(num_accepted, choices[num_accepted])
 
 
 def accept_sampled(
@@ -125,8 +125,8 @@ def accept_sampled(
         q_token = q.of(token) if isinstance(q, SparseProbs) else float(q[token])
         assert q_token > 0, "a draft token must come from the distribution it is judged by"
         if accept_draws[index] * q_token >= p[token]:
-            return Acceptance(index, draw(residual(p, q), final_draw))
-    return Acceptance(len(draft), draw(probs[len(draft)], final_draw))
+            return Acceptance.chain(index, draw(residual(p, q), final_draw))
+    return Acceptance.chain(len(draft), draw(probs[len(draft)], final_draw))
 
 
 def residual(p: FloatArray, q: DraftProbs) -> FloatArray:
@@ -149,13 +149,23 @@ class ReferenceAcceptor:
         self._output_ids: list[int] = []
 
     def accept(self, proposal: Proposal, verdict: Verdict) -> Acceptance:
-        """`verdict.logits`: [len(proposal) + 1, V]."""
-        draft = proposal.tokens
-        assert len(verdict.logits) == len(draft) + 1, "one row per draft token and one for the bonus"
-        choices = [self._choose(row, draft[:index]) for index, row in enumerate(verdict.logits)]
-        acceptance = accept_choices(draft, choices)
-        self._output_ids += [*draft[: acceptance.num_accepted], acceptance.next_token]
-        return acceptance
+        """`verdict.logits`: [rows, V], the anchor's and one per draft token. At every node the target's own token is
+        chosen; if a child carries it the walk goes on there, else it is the next token."""
+        tokens, parents = proposal.tokens, proposal.parents
+        assert len(verdict.logits) == len(tokens) + 1, "one row per draft token and one for the anchor"
+        path = [0]
+        while True:
+            token = self._choose(verdict.logits[path[-1]], proposal.along(path))
+            children = [
+                index + 1
+                for index in range(len(tokens))
+                if tokens[index] == token and (index if parents is None else parents[index]) == path[-1]
+            ]
+            if not children:
+                break
+            path.append(children[0])
+        self._output_ids += [*proposal.along(path), token]
+        return Acceptance(tuple(path), token)
 
     def _choose(self, logits: FloatArray, drafted: Sequence[int]) -> int:
         """The target's token after the output so far and `drafted`."""

@@ -49,7 +49,7 @@ class _Session(Protocol):
     def return_at_least(self, num_keys: int) -> None: ...
     def prefill(self, prompt_ids: Sequence[int]) -> Verdict: ...
     def verify(self, anchor: int, proposal: Proposal) -> Verdict: ...
-    def commit(self, num_rows: int) -> None: ...
+    def commit(self, path: Sequence[int]) -> None: ...
 
 
 def probe(model: PreTrainedModel, *, max_width: int = MAX_WIDTH, block_size: int = 1) -> WidthClass:
@@ -84,7 +84,7 @@ def _probe(session: _Session, vocab_size: int, max_width: int, block_size: int) 
     session.prefill(text[:max_width])
     text = text[max_width:]
     reference = _rows(session, text[:max_width])
-    session.commit(shift)
+    session.commit(range(shift))
     text, reference = text[shift:], reference[shift:]
     tried: list[int] = []
     width = 0

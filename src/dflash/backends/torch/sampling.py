@@ -8,13 +8,14 @@ rows are judged at once and read back in one transfer. Knows nothing of drafters
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dflash.core.draws import uniforms
+from dflash.core.tree import walk
 from dflash.errors import ConfigError, ModelError
 from dflash.types import Acceptance, Proposal, SamplingParams, Verdict
 
@@ -46,37 +47,40 @@ class TorchAcceptor:
         self._penalties = _Penalties(params, prompt_ids, device) if _has_penalties(params) else None
 
     def accept(self, proposal: Proposal, verdict: Verdict) -> Acceptance:
-        """`verdict.logits`: [len(proposal) + 1, V], any float dtype. Raises ModelError if the rows it reads
-        are not finite."""
-        draft = proposal.tokens
+        """`verdict.logits`: [rows, V], the anchor's and one per draft token, any float dtype. Raises ModelError if the
+        rows it reads are not finite."""
         logits: Tensor = verdict.logits
-        assert logits.shape[0] == len(draft) + 1, "one row per draft token and one for the bonus"
-        num_accepted = 0
-        for choice in self._choices(draft, logits.detach()):
-            if num_accepted == len(draft) or choice != draft[num_accepted]:
-                break
-            num_accepted += 1
-        self._position += num_accepted + 1
+        assert logits.shape[0] == len(proposal.tokens) + 1, "one row per draft token and one for the anchor"
+        acceptance = walk(proposal, self._chooser(proposal, logits.detach()))
+        self._position += len(acceptance.path)
         if self._penalties is not None:
-            self._penalties.extend((*draft[:num_accepted], choice))
-        return Acceptance(num_accepted, choice)
+            self._penalties.extend((*proposal.along(acceptance.path), acceptance.next_token))
+        return acceptance
 
-    def _choices(self, draft: Sequence[int], logits: Tensor) -> Iterator[int]:
-        """The target's own token of each row, given the draft tokens before it; lazily where that is cheaper."""
-        num_rows = logits.shape[0]
-        num_at_once = 1 if self._row_by_row else num_rows
-        greedy = self._params.temperature == 0
-        draws = None if greedy else uniforms(self._params.seed, self._position, num_rows)
-        counts = None if self._penalties is None else self._penalties.counts(draft)
-        for first in range(0, num_rows, num_at_once):
-            rows = slice(first, first + num_at_once)
+    def _chooser(self, proposal: Proposal, logits: Tensor) -> Callable[[int, int], int]:
+        """(row, depth) -> the target's own token of that row, computed when it is asked for where that is cheaper."""
+        counts = None if self._penalties is None else self._penalties.counts(proposal)
+        depths = proposal.depths()
+        sampled = self._params.temperature > 0
+        draws = uniforms(self._params.seed, self._position, max(depths) + 1) if sampled else None
+        if not self._row_by_row:
+            chosen = self._choose(self._process(logits, counts, slice(None)), None if draws is None else draws[depths])
+            return lambda row, depth: chosen[row]
+
+        def choose(row: int, depth: int) -> int:
+            rows = slice(row, row + 1)
             processed = self._process(logits[rows], counts, rows)
-            if draws is not None:
-                yield from _draw(_weights(processed, self._params), draws[rows])
-            elif self._row_by_row and processed.device.type == "cpu":
-                yield _greedy_row(processed)
-            else:
-                yield from _greedy(processed)
+            return self._choose(processed, None if draws is None else draws[depth : depth + 1])[0]
+
+        return choose
+
+    def _choose(self, processed: Tensor, draws: np.ndarray | None) -> list[int]:
+        """The target's tokens of processed rows [R, V]: drawn with `draws` [R], or the arg max without."""
+        if draws is not None:
+            return _draw(_weights(processed, self._params), draws)
+        if len(processed) == 1 and processed.device.type == "cpu":
+            return [_greedy_row(processed)]
+        return _greedy(processed)
 
     def _process(self, logits: Tensor, counts: _Counts | None, rows: slice) -> Tensor:
         """Bias and penalties; float32 unless there is nothing to do. `logits` [R, V] are rows `rows`."""
@@ -142,18 +146,21 @@ class _Penalties:
         for token in tokens:
             self._counts[self._column[token]] += 1
 
-    def counts(self, draft: Sequence[int]) -> _Counts:
-        """The table for len(draft) + 1 rows; row j has seen draft[:j]."""
-        fresh = [token for token in dict.fromkeys(draft) if token not in self._column]
-        num_known, num_rows = len(self._ids), len(draft) + 1
+    def counts(self, proposal: Proposal) -> _Counts:
+        """The table for all rows; each has seen the draft tokens from the anchor down to its own."""
+        tokens = proposal.tokens
+        fresh = [token for token in dict.fromkeys(tokens) if token not in self._column]
+        num_known = len(self._ids)
         column = self._column | {token: num_known + index for index, token in enumerate(fresh)}
-        counts = np.zeros((num_rows, num_known + len(fresh)), np.float32)
-        counts[:, :num_known] = self._counts
+        counts = np.zeros((len(tokens) + 1, num_known + len(fresh)), np.float32)
+        counts[0, :num_known] = self._counts
         seen = np.zeros(counts.shape, np.bool_)
-        seen[:, :num_known] = True
-        for index, token in enumerate(draft):
-            counts[index + 1 :, column[token]] += 1
-            seen[index + 1 :, column[token]] = True
+        seen[0, :num_known] = True
+        for index, token in enumerate(tokens):
+            parent = index if proposal.parents is None else proposal.parents[index]
+            counts[index + 1], seen[index + 1] = counts[parent], seen[parent]
+            counts[index + 1, column[token]] += 1
+            seen[index + 1, column[token]] = True
         return _Counts(np.concatenate([self._ids, np.array(fresh, np.int64)]), counts, seen)
 
     def apply(self, logits: Tensor, table: _Counts, rows: slice) -> None:

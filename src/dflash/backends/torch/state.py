@@ -5,8 +5,9 @@ models, masks, sampling or when to verify. A new kind of layer state is a class 
 rollback oracle of tests/backends/test_state.py.
 
 The contract of a forward: `SessionCache.begin(rows)` says where the coming rows are written and how many keys the model
-gets back; the model writes through `update`; `commit(k)` keeps the first k of these rows. What lies behind the
-committed length is garbage that the next forward overwrites and that masks never let a row see.
+gets back; the model writes through `update`; `commit(path)` keeps some of these rows: of a chain the first ones, of a
+tree those from the root to a node. What lies behind the committed length is garbage that the next forward overwrites
+and that masks never let a row see.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class LayerState(CacheLayerMixin):
     """State of one layer. Subclasses store it; `commit` must leave it as if only the kept rows had been fed."""
 
     is_sliding = False
+    supports_trees = False
+    """Whether rows of one forward may belong to different branches: `commit` then takes paths that are no prefix."""
 
     def __init__(self, span: Span) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the library gives no types here
@@ -60,8 +63,9 @@ class LayerState(CacheLayerMixin):
         """Grow storage to `span.capacity`; what is committed stays."""
 
     @abstractmethod
-    def commit(self, num_rows: int) -> None:
-        """Keep the first `num_rows` rows of the last forward. Called before the committed length moves."""
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the rows `path` of the last forward (ascending), as if only these had been fed. Called before the
+        committed length moves."""
 
     @abstractmethod
     def free(self) -> None:
@@ -85,8 +89,11 @@ class LayerState(CacheLayerMixin):
 class FullKeyValueState(LayerState):
     """Keys and values of all positions, [B, kv_heads, capacity, head_dim] each, preallocated.
 
-    Rolling back is free: rejected rows lie behind the committed length and are overwritten.
+    Rolling back a chain is free: rejected rows lie behind the committed length and are overwritten. Of a tree the
+    rows of the kept path move together.
     """
+
+    supports_trees = True
 
     keys: torch.Tensor | None
     values: torch.Tensor | None
@@ -122,8 +129,13 @@ class FullKeyValueState(LayerState):
             self.keys = _grown(self.keys, self.span.capacity)
             self.values = _grown(self.values, self.span.capacity)
 
-    def commit(self, num_rows: int) -> None:
-        pass  # moving the shared length is all there is to do
+    def commit(self, path: Sequence[int]) -> None:
+        if is_prefix(path) or self.keys is None or self.values is None:
+            return  # moving the shared length is all there is to do
+        start = self.span.start
+        rows = torch.tensor(path, device=self.keys.device) + start
+        for stored in (self.keys, self.values):
+            stored[:, :, start : start + len(path)] = stored.index_select(2, rows)
 
     def free(self) -> None:
         self.keys = self.values = None
@@ -195,12 +207,18 @@ class SessionCache(Cache):
         """Called by the model's attention layers."""
         return self.layers[layer_idx].update(key_states, value_states)
 
-    def commit(self, num_rows: int) -> None:
-        """Keep the first `num_rows` rows of the last forward and forget the rest; once per forward."""
-        assert 0 <= num_rows <= self.span.num_rows, (num_rows, self.span)
+    @property
+    def supports_trees(self) -> bool:
+        """Whether all layers can hold branches."""
+        return all(layer.supports_trees for layer in self.layers)
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the rows `path` of the last forward (ascending; empty = none) and forget the rest; once per forward."""
+        assert all(before < after for before, after in zip((-1, *path), (*path, self.span.num_rows), strict=True)), path
+        assert is_prefix(path) or self.supports_trees, path
         for layer in self.layers:
-            layer.commit(num_rows)
-        self.span.start += num_rows
+            layer.commit(path)
+        self.span.start += len(path)
         self.span.num_rows = 0
 
     def free(self) -> None:
@@ -209,6 +227,11 @@ class SessionCache(Cache):
             layer.free()
         span = self.span
         span.start = span.num_rows = span.num_keys = span.capacity = span.least_keys = 0
+
+
+def is_prefix(path: Sequence[int]) -> bool:
+    """Whether an ascending path is 0, 1, 2 ..., as a chain's is."""
+    return not path or path[-1] == len(path) - 1
 
 
 def check_states(state_names: Sequence[str], model_name: str) -> None:

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from dflash.backends.torch import compat
+from dflash.backends.torch.masks import BlockMask, tree_mask
 from dflash.backends.torch.packing import KernelChoice, kernel_choice
 from dflash.backends.torch.state import SessionCache, check_states
 from dflash.errors import PairError, PromptError, UnsupportedModel
@@ -165,6 +166,11 @@ class TorchTargetSession:
         return self._target.max_length
 
     @property
+    def supports_trees(self) -> bool:
+        """Whether every layer state can hold branches."""
+        return self._cache.supports_trees
+
+    @property
     def num_tokens(self) -> int:
         """Committed tokens = position of the anchor."""
         return self._cache.num_tokens
@@ -203,23 +209,24 @@ class TorchTargetSession:
             logits, rows = self._forward(chunk, None, logits_to_keep=1)
             if features is not None:
                 _concatenate(rows, out=features[start : start + chunk.shape[1]])
-            cache.commit(chunk.shape[1])
+            cache.commit(range(chunk.shape[1]))
         assert logits is not None
         self._num_fed = 0
         return Verdict(logits[0], features)
 
     @torch.inference_mode()
     def verify(self, anchor: int, proposal: Proposal) -> Verdict:
-        """Feed anchor + proposal at positions n.. without committing them; what the last verify fed and nobody
-        committed is forgotten.
+        """Feed anchor + proposal without committing them; what the last verify fed and nobody committed is forgotten.
 
         Returns:
-            logits [len(proposal) + 1, V]; features [len(proposal) + 1, taps x hidden] or None without taps.
+            logits [rows, V]; features [rows, taps x hidden] or None without taps; rows = len(proposal.tokens) + 1.
         """
         target, cache = self._target, self._cache
         ids = [anchor, *proposal.tokens]
         num_fed = len(ids)
-        assert 0 < cache.num_tokens <= target.max_length - num_fed, "verify needs a prompt and room in the context"
+        depths = None if proposal.parents is None else proposal.depths()
+        longest = num_fed if depths is None else max(depths) + 1
+        assert 0 < cache.num_tokens <= target.max_length - longest, "verify needs a prompt and room in the context"
         width = max(num_fed, self._least_width)
         ids += [anchor] * (width - num_fed)
         num_keys = cache.begin(width, buckets=self._exact)
@@ -227,15 +234,18 @@ class TorchTargetSession:
         if self._exact or width > 1:
             num_rows = max(width, target.attention_rows) if self._exact else width
             mask = self._mask.rows(cache.num_tokens, num_rows, num_keys, cache.capacity)
-        logits, rows = self._forward(torch.tensor([ids], device=target.device), mask)
+            if proposal.parents is not None:
+                mask = tree_mask(mask, cache.num_tokens, proposal.parents)
+        logits, rows = self._forward(torch.tensor([ids], device=target.device), mask, depths)
         self._num_fed = num_fed
         features = _concatenate(rows)[:num_fed] if self._features else None
         return Verdict(logits[0, :num_fed], features)
 
-    def commit(self, num_rows: int) -> None:
-        """Keep the first `num_rows` (0..fed) of the rows that the last `verify` fed, drop the rest."""
-        assert 0 <= num_rows <= self._num_fed, (num_rows, self._num_fed)
-        self._cache.commit(num_rows)
+    @torch.inference_mode()
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the rows `path` (ascending; empty = none) of those that the last `verify` fed, drop the rest."""
+        assert not path or path[-1] < self._num_fed, (path, self._num_fed)
+        self._cache.commit(path)
         self._num_fed = 0
 
     def close(self) -> None:
@@ -257,6 +267,7 @@ class TorchTargetSession:
         self,
         ids: torch.Tensor,  # [1, rows]
         mask: torch.Tensor | None,  # [1, 1, rows or more, keys]
+        depths: Sequence[int] | None = None,  # of a tree's rows, padding left out; None = a chain
         **options: int,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """One forward at the committed length; returns logits [1, rows, V] and one [1, rows, H] per tap."""
@@ -264,6 +275,9 @@ class TorchTargetSession:
         arguments = {target.cache_argument: self._cache, **options}
         target.kernels.exact = self._exact
         position_ids = target.positions[:, start : start + ids.shape[1]]
+        if depths is not None:
+            padded = [*depths, *[0] * (ids.shape[1] - len(depths))]
+            position_ids = torch.tensor([padded], device=ids.device) + start
         if not self._features:
             output = target.model(
                 input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=True, **arguments
@@ -274,39 +288,6 @@ class TorchTargetSession:
                 input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=True, **arguments
             )
         return output.logits, rows
-
-
-class BlockMask:
-    """Additive causal mask of a block of rows behind n committed tokens: row j sees the keys 0..n+j.
-
-    The buffer lives as long as the storage keeps its capacity; moving on changes only the columns that n passed and the
-    triangle of the block. Rows are never fully masked (each sees itself).
-    """
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._hidden = torch.finfo(dtype).min  # not -inf: eager attention adds it to scores
-        self._buffer = torch.empty(1, 1, 0, 0, device=device, dtype=dtype)
-        self._start = 0
-
-    def rows(self, start: int, num_rows: int, num_keys: int, capacity: int) -> torch.Tensor:
-        """Mask [1, 1, num_rows, num_keys] for rows at positions start..; a view that the next call changes."""
-        buffer = self._buffer
-        if buffer.shape[2] < num_rows or buffer.shape[3] != capacity or start < self._start:
-            buffer = self._buffer = buffer.new_full((1, 1, max(num_rows, buffer.shape[2]), capacity), self._hidden)
-            self._start = 0
-            self._move(start)
-        elif start != self._start:
-            self._move(start)
-        mask = buffer[:, :, :num_rows]
-        return mask if num_keys == capacity else mask[..., :num_keys]
-
-    def _move(self, start: int) -> None:
-        """Set the buffer for blocks at `start`, at or behind the present one."""
-        block = self._buffer[0, 0]
-        block[:, self._start : start] = 0
-        triangle = block[:, start : start + block.shape[0]]  # narrower at the end of the storage
-        triangle.fill_(self._hidden).triu_(diagonal=1)
-        self._start = start
 
 
 class TapRecorder:
