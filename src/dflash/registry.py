@@ -76,6 +76,13 @@ DRAFTERS: Mapping[str, str] = MappingProxyType({"dflash": "dflash.backends.torch
 BACKENDS: Mapping[str, str] = MappingProxyType({"torch": "dflash.backends.torch.engine:load"})
 """Backend -> "module:attribute" of its `load`, imported on use. `dflash.load` is that of "torch"."""
 
+BENCH_BACKENDS: Mapping[str, str] = MappingProxyType(
+    {
+        "torch": "dflash.bench.backends.torch:open_backend",
+    }
+)
+"""What `dflash bench` can measure -> "module:attribute" that opens it (`bench/protocol.py`), imported on use."""
+
 
 def load_attribute(reference: str) -> Any:
     """Import "module:attribute" of one of the tables above."""

@@ -1,0 +1,212 @@
+"""This package's own PyTorch engine as a backend of the benchmark.
+
+Three forms over the same weights: plain decoding without padding, plain decoding in the bit-exact form that the draft
+promises to repeat (where the probe at load found one), and DFlash. Which of the two plain ones is faster depends on the
+machine, so both are measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+
+import dflash
+from dflash.backends.torch.engine import Engine, load
+from dflash.bench.memory import ProcessMemory
+from dflash.bench.protocol import (
+    Answer,
+    BackendInfo,
+    BackendOptions,
+    Cancelled,
+    Form,
+    ModelInfo,
+    Request,
+    RequestFailed,
+    Rounds,
+)
+from dflash.bench.provenance import weights_sha256
+from dflash.errors import ConfigError, PromptError
+from dflash.resolve import AUTO, Progress, Source, resolve_draft, resolve_target
+from dflash.types import SamplingParams, Stats
+
+PLAIN = Form(name="plain", kind="plain", description="plain decoding, one unpadded row per forward")
+PLAIN_EXACT = Form(name="plain-exact", kind="plain", description="plain decoding in the bit-exact form")
+_KNOWN = ("target", "draft", "dtype", "device", "threads", "width", "trust_remote_code")
+
+
+def open_backend(options: BackendOptions, progress: Progress) -> TorchBackend:
+    """Load the target and its draft. Raises errors of `dflash.load`, and ConfigError for a server's options."""
+    options.refuse_others("torch", *_KNOWN)
+    if options.target is None:
+        raise ConfigError("--backend torch needs a target: name one with --target.")
+    engine = load(
+        options.target,
+        options.draft or AUTO,
+        dtype=options.dtype,
+        device=options.device,
+        num_threads=options.threads,
+        width=options.width,
+        trust_remote_code=options.trust_remote_code,
+        progress=progress,
+    )
+    progress("hashing the weights", None)
+    target = resolve_target(options.target, allow_code=options.trust_remote_code)
+    return TorchBackend(engine, target, resolve_draft(options.draft or AUTO, target))
+
+
+class TorchBackend:
+    """Implements `dflash.bench.protocol.Backend`."""
+
+    max_concurrency = 1
+    same_seed_same_text = True
+
+    def __init__(self, engine: Engine, target: Source, draft: Source) -> None:
+        self._engine = engine
+        self._target = ModelInfo(
+            name=target.name, revision=target.revision, sha256=target.sha256 or weights_sha256(target.path)
+        )
+        self._draft = ModelInfo(name=draft.name, revision=draft.revision, sha256=weights_sha256(draft.path))
+        self._memory = ProcessMemory()
+
+    @property
+    def forms(self) -> Sequence[Form]:
+        """Plain, plain in the bit-exact form if there is one, DFlash."""
+        exact = self._engine.info.exact
+        drafted = Form(
+            name="dflash",
+            kind="speculative",
+            description="DFlash",
+            reference=(PLAIN_EXACT if exact else PLAIN).name,
+        )
+        return (PLAIN, PLAIN_EXACT, drafted) if exact else (PLAIN, drafted)
+
+    def info(self) -> BackendInfo:
+        """The engine's own account of what it loaded."""
+        info = self._engine.info
+        details = {} if info.width is None else {"width": str(info.width)}
+        if info.exactness is not None:
+            details["exactness"] = info.exactness.reason
+        return BackendInfo(
+            engine=f"dflash {dflash.__version__}",
+            target=self._target,
+            draft=self._draft,
+            block_size=info.block_size,
+            dtype=info.dtype,
+            device=_device_name(self._engine.target.device),
+            num_threads=info.num_threads,
+            details=details,
+        )
+
+    def generate(self, request: Request, form: str) -> Answer:
+        """One generation through the engine's own loop."""
+        started = time.perf_counter()
+        first: float | None = None
+        pieces: list[str] = []
+        token_ids: list[int] = []
+        stats = Stats()
+        try:
+            events = self._engine.stream(
+                prompt_ids=self._prompt_ids(request),
+                params=_params(request),
+                use_draft=form == "dflash",
+                exact=False if form == PLAIN.name else None,
+            )
+        except PromptError as error:
+            raise RequestFailed("prompt", str(error)) from error
+        with closing(events):
+            for event in events:
+                first = first or time.perf_counter() - started
+                if request.cancelled.is_set():
+                    raise Cancelled("cancelled.")
+                pieces.append(event.text)
+                token_ids += event.token_ids
+                stats = event.stats
+        return Answer(
+            text="".join(pieces),
+            total_seconds=time.perf_counter() - started,
+            token_ids=tuple(token_ids),
+            num_tokens=stats.num_tokens,
+            num_prompt_tokens=stats.num_prompt_tokens,
+            first_token_seconds=first,
+            decode_seconds=stats.decode_seconds,
+            finish_reason=stats.finish_reason,
+            rounds=rounds_of(stats),
+        )
+
+    def counters(self, form: str) -> Rounds | None:
+        """None: every answer tells its own rounds."""
+        return None
+
+    def start_memory(self) -> None:
+        """Set the peak of the device, or of the process, back."""
+        if self._engine.target.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._engine.target.device)
+        else:
+            self._memory.start()
+
+    def peak_memory_bytes(self) -> int | None:
+        """Of the device's allocator, or of the process."""
+        if self._engine.target.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._engine.target.device)
+        return self._memory.peak_bytes()
+
+    def close(self) -> None:
+        """Take the hooks off the target."""
+        self._engine.close()
+
+    def _prompt_ids(self, request: Request) -> list[int]:
+        messages = [dict(message) for message in request.messages]
+        thinking = request.sampling.thinking
+        if thinking is None:
+            return self._engine.tokenize(messages)
+        switched, other = (self._rendered(messages, enable_thinking=value) for value in (thinking, not thinking))
+        if switched == other:
+            raise ConfigError("this target's chat template has no switch for thinking; leave --thinking out.")
+        ids: list[int] = self._engine.tokenizer(switched, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _rendered(self, messages: list[dict[str, str]], **template_kwargs: Any) -> str:
+        text = self._engine.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **template_kwargs
+        )
+        assert isinstance(text, str)
+        return text
+
+
+def rounds_of(stats: Stats) -> Rounds:
+    """A generation's speculation, as its loop counted it."""
+    return Rounds(
+        num_rounds=stats.num_rounds,
+        num_tokens=sum(stats.acceptance_lengths),
+        lengths=Counter(stats.acceptance_lengths),
+        num_proposed=stats.num_proposed,
+        num_accepted=stats.num_accepted,
+        proposed_per_slot=tuple(stats.proposed_per_slot),
+        accepted_per_slot=tuple(stats.accepted_per_slot),
+        draft_seconds=stats.draft_seconds,
+        verify_seconds=stats.verify_seconds,
+        other_seconds=stats.overhead_seconds,
+    )
+
+
+def _params(request: Request) -> SamplingParams:
+    sampling = request.sampling
+    return SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)
