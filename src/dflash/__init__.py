@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from dflash.registry import BACKENDS, load_attribute
 
 if TYPE_CHECKING:
-    from dflash.backends.torch.engine import Engine, EngineInfo, StreamEvent, load
+    from dflash.backends.torch.engine import load
+    from dflash.core.engine import Engine, EngineInfo, StreamEvent
     from dflash.errors import DFlashError
     from dflash.types import Result, SamplingParams, Stats
 
@@ -26,12 +27,12 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "DFlashError": "dflash.errors:DFlashError",
-    "Engine": "dflash.backends.torch.engine:Engine",
-    "EngineInfo": "dflash.backends.torch.engine:EngineInfo",
+    "Engine": "dflash.core.engine:Engine",
+    "EngineInfo": "dflash.core.engine:EngineInfo",
     "Result": "dflash.types:Result",
     "SamplingParams": "dflash.types:SamplingParams",
     "Stats": "dflash.types:Stats",
-    "StreamEvent": "dflash.backends.torch.engine:StreamEvent",
+    "StreamEvent": "dflash.core.engine:StreamEvent",
     "load": BACKENDS["torch"],
 }
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from dflash import SamplingParams, Stats, load
-from dflash.backends.torch.engine import Engine, StreamEvent
+from dflash.backends.torch.engine import TorchEngine as Engine
 from dflash.cache import file_sha256
+from dflash.core.engine import StreamEvent
 from dflash.errors import ConfigError, PromptError
 from dflash.types import Proposal, Result
 from tests.backends import tiny_pair
@@ -118,7 +119,7 @@ def test_adversarial_draft_changes_nothing(seed: int, exact: bool, engine: Engin
     truth = [*prompt_ids, *plain.token_ids]
     fake = Engine(
         target=engine.target,
-        drafter=ScriptedDrafter(truth, seed),  # type: ignore[arg-type]
+        drafter=ScriptedDrafter(truth, seed),
         tokenizer=engine.tokenizer,
         eos_ids=engine.eos_ids,
         info=engine.info,

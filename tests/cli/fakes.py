@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import dflash
-from dflash.backends.torch.engine import EngineInfo, StreamEvent
-from dflash.backends.torch.exactness import WidthClass
 from dflash.cli.main import main
+from dflash.core.engine import EngineInfo, StreamEvent
+from dflash.core.exactness import WidthClass
 from dflash.errors import PromptError
 from dflash.types import Result, Round, SamplingParams, Stats
 

@@ -20,7 +20,7 @@ from dflash.errors import PromptError
 from dflash.types import SamplingParams, Stats
 
 if TYPE_CHECKING:
-    from dflash.backends.torch.engine import Engine
+    from dflash.core.engine import Engine
 
 PROMPT = "> "
 

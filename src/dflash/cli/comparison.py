@@ -16,7 +16,7 @@ from dflash.prepare.prompts import Conversation
 from dflash.types import Result, SamplingParams
 
 if TYPE_CHECKING:
-    from dflash.backends.torch.engine import Engine
+    from dflash.core.engine import Engine
 
 WARM_UP_TOKENS = 8
 

@@ -19,7 +19,7 @@ from dflash.types import SamplingParams
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dflash.backends.torch.engine import Engine
+    from dflash.core.engine import Engine
 
 SHOWN_CHARACTERS = 400
 """Length at which the answers of the side-by-side view are cut."""

@@ -17,7 +17,7 @@ from dflash.errors import PromptError
 from dflash.types import Round, Stats
 
 if TYPE_CHECKING:
-    from dflash.backends.torch.engine import Engine
+    from dflash.core.engine import Engine
 
 STDIN = "-"
 

@@ -13,7 +13,7 @@ from dflash.types import Round, Stats
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dflash.backends.torch.engine import EngineInfo
+    from dflash.core.engine import EngineInfo
 
 
 def number(value: float) -> float | None:

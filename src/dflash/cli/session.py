@@ -13,7 +13,7 @@ from dflash.errors import ConfigError
 from dflash.resolve import AUTO, Progress
 
 if TYPE_CHECKING:
-    from dflash.backends.torch.engine import Engine
+    from dflash.core.engine import Engine
 
 
 def open_engine(options: ModelOptions) -> Engine:

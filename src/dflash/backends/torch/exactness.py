@@ -14,33 +14,19 @@ stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from dflash.backends.torch.target import TorchTarget
+from dflash.core.exactness import WidthClass
 from dflash.types import Proposal, Verdict
 
 MAX_WIDTH = 32
 LONGER = (256, 640)
 """Keys of the forwards that stand for longer texts: one more bucket, and more than the 512 that CPU attention splits
 keys into."""
-
-
-@dataclass(frozen=True)
-class WidthClass:
-    """What the probe found."""
-
-    holds: bool
-    """Bit-exact decoding is possible here: all tried widths from `width` on agree."""
-    width: int
-    """Least number of rows of every decoding forward; 1 where `holds` is false."""
-    widths_tried: tuple[int, ...]
-    """Forward widths whose rows were compared with those of the widest, ascending."""
-    reason: str
-    """One sentence for people: what holds, or what differed first."""
 
 
 class _Session(Protocol):

@@ -1,0 +1,285 @@
+"""Requests on a target and its draft, whatever library computes them: prompts in, text and figures out, round by round.
+
+Holds shared weights and no state of any request: every generation makes its own sessions and frees them, so
+requests on one engine may follow or interleave one another without a trace. Decoding itself is `core/loop.py`; a
+backend adds its acceptor and the loading of models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+
+from dflash.core.exactness import WidthClass
+from dflash.core.loop import speculative_rounds
+from dflash.core.parking import ParkingDrafter
+from dflash.core.protocols import Acceptor, Drafter, Target
+from dflash.core.stopping import StopRule
+from dflash.core.text import IncrementalText
+from dflash.errors import ConfigError, PromptError
+from dflash.types import Result, Round, SamplingParams, Stats
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[Mapping[str, str]]
+"""One user message, or a conversation of {"role": ..., "content": ...} messages."""
+
+_DEFAULT_PARAMS = SamplingParams()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What an engine runs, resolved: printed by the command line and kept in every record."""
+
+    target: str
+    """As named by the user."""
+    target_revision: str | None
+    """Commit of a hub repository."""
+    draft: str | None
+    """None: plain decoding only."""
+    draft_revision: str | None
+    draft_sha256: str | None
+    """Of the draft's weights file."""
+    block_size: int | None
+    """Slots of the draft's block, anchor included."""
+    width: int | None
+    """Most rows of a verify forward, where it was limited."""
+    dtype: str
+    """Of weights and activations, e.g. "bfloat16"."""
+    device: str
+    num_threads: int
+    exactness: WidthClass | None
+    """What the load-time probe found; None if it was not asked for (exact=False)."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether plain and speculative decoding give the same bits here (False: not probed, or not possible)."""
+        return self.exactness is not None and self.exactness.holds
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """One round of a generation, as far as it is certain."""
+
+    text: str
+    """Newly certain text; often empty, never taken back. The pieces of all events are the whole text."""
+    token_ids: tuple[int, ...]
+    """Tokens of this round, a stop token included."""
+    round: Round
+    stats: Stats
+    """Figures so far: one object that all events of a generation share."""
+
+
+class TargetSession(Target, Protocol):
+    """A target's session as an engine holds it."""
+
+    def close(self) -> None:
+        """Free the state."""
+        ...
+
+
+class SharedTarget(Protocol):
+    """The weights side of a target: what sessions are made from."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    def session(self, *, exact: bool = True, features: bool = True) -> TargetSession:
+        """A fresh session; `exact`: in the width class of the probe, `features`: record the taps."""
+        ...
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        ...
+
+
+class SharedDrafter(Protocol):
+    """The weights side of a drafter."""
+
+    def session(self) -> Drafter:
+        """A fresh session."""
+        ...
+
+
+class Engine(ABC):
+    """A target, its draft and its tokenizer, ready for any number of requests."""
+
+    def __init__(
+        self,
+        *,
+        target: SharedTarget,
+        drafter: SharedDrafter | None,
+        tokenizer: Any,
+        eos_ids: frozenset[int],
+        info: EngineInfo,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.info = info
+
+    @abstractmethod
+    def acceptor(self, params: SamplingParams, prompt_ids: Sequence[int]) -> Acceptor:
+        """The acceptance rule of one request, over logits of this backend. Raises ConfigError for unusable params."""
+
+    def tokenize(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt: through the tokenizer's chat template, or as plain text (`raw`, strings only).
+
+        Raises PromptError if the tokenizer has no template, the template refuses the messages or there is no text.
+        """
+        if raw:
+            if not isinstance(prompt, str):
+                raise PromptError("raw prompts are plain text; messages need the chat template (raw=False).")
+            ids: list[int] = self.tokenizer(prompt)["input_ids"]
+            return ids
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        if not messages or any(not isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
+            raise PromptError('a conversation is a non-empty list of {"role": ..., "content": ...} with texts.')
+        if not self.tokenizer.chat_template:
+            raise PromptError(
+                f"the tokenizer of '{self.info.target}' has no chat template; give the prompt as plain text "
+                "with raw=True (--raw), or choose an instruction-tuned target."
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise PromptError(f"the chat template refuses these messages ({error}); correct their roles.") from error
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        text: str | list[str] = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        params: SamplingParams = _DEFAULT_PARAMS,
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        use_draft: bool = True,
+        exact: bool | None = None,
+        raw: bool = False,
+    ) -> Result:
+        """Answer a prompt (or `prompt_ids`); arguments and errors as `stream`."""
+        events = self.stream(prompt, params, prompt_ids=prompt_ids, use_draft=use_draft, exact=exact, raw=raw)
+        pieces: list[str] = []
+        token_ids: list[int] = []
+        stats = Stats()
+        with closing(events):
+            for event in events:
+                pieces.append(event.text)
+                token_ids.extend(event.token_ids)
+                stats = event.stats
+        return Result(text="".join(pieces), token_ids=token_ids, stats=stats)
+
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        params: SamplingParams = _DEFAULT_PARAMS,
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        use_draft: bool = True,
+        exact: bool | None = None,
+        raw: bool = False,
+    ) -> Generator[StreamEvent, None, None]:
+        """Answer a prompt round by round; only committed tokens appear. Closing it early cancels the request.
+
+        Args:
+            prompt: a user message or a conversation; with `raw` plain text to be continued.
+            prompt_ids: token ids in place of `prompt`.
+            use_draft: False = plain decoding by the same loop.
+            exact: decode in the width class of the probe; None = as loaded. False is the fastest plain form.
+
+        Raises (at once, before the first round):
+            PromptError: empty, too long or with ids outside the vocabulary.
+            ConfigError: exact=True on an engine that was loaded with exact=False, or unusable parameters.
+        """
+        ids = self._prompt_ids(prompt, prompt_ids, raw)
+        drafter = ParkingDrafter(self.drafter.session()) if self.drafter is not None and use_draft else None
+        session = self.target.session(exact=self._exact(exact), features=drafter is not None)
+        rounds = speculative_rounds(
+            session,
+            drafter,
+            self.acceptor(params, ids),
+            StopRule.for_request(params, self.eos_ids, self.decode),
+            ids,
+            max_new_tokens=params.max_new_tokens,
+            width=self.info.width,
+        )
+        stats = Stats(num_prompt_tokens=len(ids))
+        return self._events(rounds, session.close, IncrementalText(self.decode, params.stop), stats, drafter)
+
+    def close(self) -> None:
+        """Take what the engine put on the target model off again; the engine cannot be used any more."""
+        self.target.close()
+
+    def _events(
+        self,
+        rounds: Generator[Round, None, None],
+        free: Callable[[], None],
+        text: IncrementalText,
+        stats: Stats,
+        drafter: ParkingDrafter | None,
+    ) -> Generator[StreamEvent, None, None]:
+        try:
+            for step in rounds:
+                started = time.perf_counter()
+                piece = text.push(step.tokens)
+                if step.finish_reason is not None:
+                    piece += text.finish()
+                # Turning tokens into text is part of what a round costs.
+                step = dataclasses.replace(step, total_seconds=step.total_seconds + time.perf_counter() - started)
+                _count(stats, step)
+                if drafter is not None and stats.drafting_stopped is None and drafter.reason is not None:
+                    stats.drafting_stopped = drafter.reason
+                    logger.warning("%s.", drafter.reason)
+                yield StreamEvent(piece, step.tokens, step, stats)
+        finally:
+            rounds.close()
+            free()
+            if stats.finish_reason is None:
+                stats.finish_reason = "cancelled"
+
+    def _prompt_ids(self, prompt: Prompt | None, prompt_ids: Sequence[int] | None, raw: bool) -> list[int]:
+        if (prompt is None) == (prompt_ids is None):
+            raise PromptError("give either a prompt or prompt_ids.")
+        if prompt is not None:
+            prompt_ids = self.tokenize(prompt, raw=raw)
+        ids = [int(token) for token in prompt_ids or ()]
+        if wrong := [token for token in ids if not 0 <= token < self.target.vocab_size]:
+            raise PromptError(
+                f"token id {wrong[0]} lies outside the vocabulary of '{self.info.target}' "
+                f"({self.target.vocab_size} tokens); use ids of its own tokenizer."
+            )
+        return ids
+
+    def _exact(self, exact: bool | None) -> bool:
+        if exact and self.info.exactness is None:
+            raise ConfigError("this engine was loaded with exact=False; load it with exact=True for exact decoding.")
+        return self.info.exact if exact is None else exact and self.info.exact
+
+
+def _count(stats: Stats, step: Round) -> None:
+    """Add a round; the first one is the prefill, which is no decoding round but gives the first token."""
+    if stats.num_tokens:
+        stats.add(step)
+        return
+    stats.prefill_seconds = step.total_seconds
+    stats.num_tokens = len(step.tokens)
+    stats.finish_reason = step.finish_reason
