@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash.backends.torch.exactness import WidthClass
 from dflash.bench.backends.torch import TorchBackend, open_backend
 from dflash.bench.protocol import BackendOptions, Cancelled, Request, RequestFailed, Sampling
 from dflash.cache import file_sha256
+from dflash.core.exactness import WidthClass
 from dflash.errors import ConfigError
 from tests.backends.tiny_pair import TEMPLATE, save_draft, save_target
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import dflash
-from dflash.backends.torch.engine import Engine, load
+from dflash.backends.torch.engine import TorchEngine, load
 from dflash.bench.memory import ProcessMemory
 from dflash.bench.protocol import (
     Answer,
@@ -65,7 +65,7 @@ class TorchBackend:
     max_concurrency = 1
     same_seed_same_text = True
 
-    def __init__(self, engine: Engine, target: Source, draft: Source) -> None:
+    def __init__(self, engine: TorchEngine, target: Source, draft: Source) -> None:
         self._engine = engine
         self._target = ModelInfo(
             name=target.name, revision=target.revision, sha256=target.sha256 or weights_sha256(target.path)
