@@ -248,7 +248,9 @@ def test_unknown_options(target: Path, draft: Path) -> None:
     refuses(ConfigError, "'warp'", target, draft, device="warp")
     refuses(ConfigError, "meta", target, draft, device="meta")
     refuses(ConfigError, "threads", target, draft, num_threads=0)
-    refuses(ConfigError, "width", target, draft, width=0)
+    refuses(ConfigError, "at least 1", target, draft, width=0)
+    refuses(ConfigError, "width 9 is more than the draft's block of 8 rows", target, draft, width=9)
+    refuses(ConfigError, "no draft is loaded", target, None, width=4)
     if not torch.cuda.is_available():
         refuses(ConfigError, "cuda", target, draft, device="cuda")
 

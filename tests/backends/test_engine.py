@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from dflash import SamplingParams, Stats, load
+from dflash.backends.torch import engine as engine_module
 from dflash.backends.torch.engine import TorchEngine as Engine
 from dflash.cache import file_sha256
 from dflash.core.engine import StreamEvent
@@ -129,7 +131,7 @@ def test_adversarial_draft_changes_nothing(seed: int, exact: bool, engine: Engin
     assert set(drafted.stats.acceptance_lengths) == set(range(1, 9))
 
 
-@pytest.mark.parametrize("width", [1, 2, 5, 8, 64])
+@pytest.mark.parametrize("width", [1, 2, 5, 8, None])
 @pytest.mark.parametrize(
     "extra",
     [
@@ -139,15 +141,17 @@ def test_adversarial_draft_changes_nothing(seed: int, exact: bool, engine: Engin
         {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {65: 3.0, 66: float("-inf")}},
     ],
 )
-def test_same_text_at_any_width(width: int, extra: dict[str, Any], target_folder: Path, trained_folder: Path) -> None:
+def test_same_text_at_any_width(
+    width: int | None, extra: dict[str, Any], target_folder: Path, trained_folder: Path
+) -> None:
     """Draws are keyed by position and penalties see the hypothetical prefix: how much was proposed must not show."""
     params = SamplingParams(max_new_tokens=40, ignore_eos=True, **extra)
     pair = open_engine(target_folder, trained_folder, width=width)
     drafted = pair.generate(PROMPTS[0], params)
     plain = pair.generate(PROMPTS[0], params, use_draft=False)
     assert drafted.token_ids == plain.token_ids
-    assert max(drafted.stats.acceptance_lengths) <= width
-    assert len(drafted.stats.proposed_per_slot) == min(width, 8) - 1
+    assert max(drafted.stats.acceptance_lengths) <= (width or 8)
+    assert len(drafted.stats.proposed_per_slot) == (width or 8) - 1
     pair.close()
 
 
@@ -312,6 +316,61 @@ def test_info(engine: Engine, draft_folder: Path) -> None:
     assert (info.block_size, info.dtype, info.device, info.num_threads) == (8, "float32", "cpu", 1)
     assert info.exactness is not None
     assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_plain_decoding_takes_the_faster_kernels(
+    faster: bool, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured at load must reach the target that decodes, and the record."""
+    asked: list[object] = []
+
+    def measure(model: object) -> bool:
+        asked.append(model)
+        return faster
+
+    monkeypatch.setattr(engine_module, "packed_steps_are_faster", measure)
+    plain = open_engine(target_folder, None)
+    assert asked == [plain.target.model]
+    assert plain.target.packs_single is plain.info.packs_single is faster
+    assert len(plain.generate("hi", GREEDY, exact=False).token_ids) == 60
+    plain.close()
+
+
+@pytest.mark.parametrize("profile", [True, False])
+def test_profile_reads_the_device_clock(profile: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the device's own clock a profile on a GPU shows the target's time as "other"."""
+    readings: list[object] = []
+
+    def clock(device: torch.device) -> Callable[[], float]:
+        def read() -> float:
+            readings.append(device)
+            return time.perf_counter()
+
+        return read
+
+    monkeypatch.setattr(engine_module, "synchronised_clock", clock)
+    events = list(engine.stream("hi", GREEDY, profile=profile))
+    assert len(readings) >= 5 * (len(events) - 1) if profile else not readings
+    assert set(readings) <= {engine.target.device}
+
+
+def test_float16_target(target_folder: Path, trained_folder: Path) -> None:
+    """A target in float16: the draft runs in float32 (float16 overflows in its feature fusion), casts at its border,
+    still predicts, and changes no token."""
+    pair = open_engine(target_folder, trained_folder, dtype="float16")
+    assert pair.info.dtype == "float16"
+    assert pair.drafter is not None
+    assert {weight.dtype for weight in pair.drafter.network.parameters()} == {torch.float32}
+    for params in (GREEDY, SAMPLED):
+        plain = pair.generate(PROMPTS[0], params, use_draft=False)
+        drafted = pair.generate(PROMPTS[0], params)
+        assert drafted.stats.num_proposed > 0
+        if pair.info.exact:
+            assert drafted.token_ids == plain.token_ids
+        if params is GREEDY:
+            assert drafted.stats.num_accepted > 20
+    pair.close()
 
 
 def test_not_exact_on_request(target_folder: Path, draft_folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dflash.backends.torch.exactness import probe
-from dflash.backends.torch.packing import MOST_ROWS, KernelChoice, PackedLinear, can_pack, kernel_choice, pack_linears
+from dflash.backends.torch.memory import available_bytes
+from dflash.backends.torch.packing import (
+    MOST_ROWS,
+    MOST_SHARE,
+    KernelChoice,
+    PackedLinear,
+    can_pack,
+    kernel_choice,
+    pack_linears,
+)
 from dflash.backends.torch.target import TorchTarget
 from dflash.types import Proposal
 from tests.backends.tiny_targets import NUM_LAYERS, llama, qwen2, tokens
@@ -25,7 +35,7 @@ def test_equals_the_plain_layer(bias: bool, exact: bool) -> None:
     """Fault: a shape takes a wrong path or loses its bias; every path and both sides of the row limit."""
     plain = nn.Linear(48, 80, bias=bias)
     packed = PackedLinear(plain, KernelChoice())
-    packed.choice.exact = exact
+    packed.choice.packs_single = exact
     for shape in [(48,), (1, 48), (1, 5, 48), (1, MOST_ROWS, 48), (1, MOST_ROWS + 1, 48), (2, 33, 48)]:
         inputs = torch.randn(shape)
         torch.testing.assert_close(packed(inputs), plain(inputs), rtol=1e-5, atol=1e-5)
@@ -38,7 +48,7 @@ def test_single_rows_take_the_kernel_that_was_asked_for() -> None:
     packed = PackedLinear(plain, KernelChoice())
     inputs = torch.randn(8, 64)
     assert torch.equal(packed(inputs[3:4]), plain(inputs[3:4]))
-    packed.choice.exact = True
+    packed.choice.packs_single = True
     assert torch.equal(packed(inputs[3:4]), packed(inputs)[3:4])
 
 
@@ -88,3 +98,29 @@ def test_probe_of_a_packed_model() -> None:
     pack_linears(model)
     found = probe(model, max_width=16)
     assert (found.holds, found.width) == (True, 1), found
+
+
+def test_models_that_would_fill_the_memory_are_left_alone() -> None:
+    """Guards against a second copy of the weights where memory is short; the limit is on the share, not below it."""
+    needed = sum(child.weight.nbytes for child in llama().modules() if isinstance(child, nn.Linear))
+    short, enough = llama(), llama()
+    assert pack_linears(short, available=int(needed / MOST_SHARE) - 8) == 0
+    assert kernel_choice(short) is None
+    assert pack_linears(enough, available=int(needed / MOST_SHARE) + 8) > 0
+
+
+def test_available_memory(tmp_path: Path) -> None:
+    """Guards against a container's limit that is overlooked, a page cache that counts as used, and odd systems."""
+    meminfo, group = tmp_path / "meminfo", tmp_path / "group"
+    assert available_bytes(meminfo=meminfo, group=group) is None
+    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:  4000 kB\n")
+    assert available_bytes(meminfo=meminfo, group=group) == 4000 * 1024
+    group.mkdir()
+    (group / "memory.current").write_text("900\n")
+    (group / "memory.stat").write_text("anon 500\ninactive_file 300\n")
+    for limit, expected in (("max", 4000 * 1024), ("1000", 400), ("garbage", 4000 * 1024), ("500", 0)):
+        (group / "memory.max").write_text(limit)
+        assert available_bytes(meminfo=meminfo, group=group) == expected
+    meminfo.write_text("nothing of the kind\n")
+    assert available_bytes(meminfo=meminfo, group=tmp_path) is None
+    assert pack_linears(llama(), available=None) > 0

@@ -173,6 +173,33 @@ def test_logits_are_left_alone() -> None:
     assert torch.equal(logits, before)
 
 
+class Elsewhere:
+    """Logits on a device that this machine does not have: all that may be done with them is to fetch them."""
+
+    def __init__(self, logits: Any) -> None:
+        self._logits = torch.from_numpy(logits)
+
+    def detach(self) -> Elsewhere:
+        return self
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        assert device == torch.device("cpu")
+        return self._logits
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_devices_without_float64_are_judged_on_the_cpu(option: str, temperature: float) -> None:
+    """Guards against float64, or any tensor at all, on Apple's GPUs, which would end in a traceback there."""
+    params = with_option(option, temperature=temperature, max_new_tokens=20)
+    acceptor, reference = TorchAcceptor(params, PROMPT, VOCAB, "mps"), ReferenceAcceptor(params, PROMPT)
+    rng = np.random.default_rng(1)
+    for _ in range(4):
+        logits = rng.normal(size=(4, VOCAB)).astype(np.float32)
+        proposal = Proposal(tuple(int(token) for token in logits.argmax(-1)[:3]))
+        assert acceptor.accept(proposal, Verdict(Elsewhere(logits))) == reference.accept(proposal, Verdict(logits))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("option", OPTIONS)

@@ -39,6 +39,8 @@ class FakeEngine:
     drafted: str | None = None
     """Said instead when a draft is used: an engine that is not lossless."""
     holds: bool = True
+    exact_seconds: float = ROUND_SECONDS
+    """Length of a round of plain decoding in its bit-exact form."""
     during: Callable[[int], None] = lambda index: None
     """Called before round `index`; may press Ctrl-C."""
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -81,6 +83,7 @@ class FakeEngine:
         use_draft: bool = True,
         exact: bool | None = None,
         raw: bool = False,
+        profile: bool = False,
     ) -> Generator[StreamEvent, None, None]:
         if "too long" in str(prompt):
             raise PromptError("the prompt is longer than the context; shorten it.")
@@ -89,8 +92,10 @@ class FakeEngine:
             if use_draft and self.drafted is not None
             else self.answers[len(self.calls) % len(self.answers)]
         )
-        self.calls.append({"prompt": prompt, "params": params, "use_draft": use_draft, "exact": exact, "raw": raw})
-        return self._events(said[: params.max_new_tokens], 3 if use_draft else 1, len(self.tokenize(prompt)))
+        call = {"prompt": prompt, "params": params, "use_draft": use_draft, "exact": exact, "raw": raw}
+        self.calls.append({**call, "profile": profile})
+        seconds = self.exact_seconds if not use_draft and exact is None else ROUND_SECONDS
+        return self._events(said[: params.max_new_tokens], 3 if use_draft else 1, len(self.tokenize(prompt)), seconds)
 
     def generate(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Result:
         with closing(self.stream(prompt, params, **options)) as stream:
@@ -98,7 +103,9 @@ class FakeEngine:
         token_ids = [token for event in events for token in event.token_ids]
         return Result("".join(event.text for event in events), token_ids, events[-1].stats)
 
-    def _events(self, said: str, per_round: int, num_prompt_tokens: int) -> Generator[StreamEvent, None, None]:
+    def _events(
+        self, said: str, per_round: int, num_prompt_tokens: int, seconds: float
+    ) -> Generator[StreamEvent, None, None]:
         stats = Stats(num_prompt_tokens=num_prompt_tokens, num_tokens=1, prefill_seconds=ROUND_SECONDS)
         pieces = [said[:1], *(said[at : at + per_round] for at in range(1, len(said), per_round))]
         for index, piece in enumerate(pieces):
@@ -109,7 +116,7 @@ class FakeEngine:
                 num_accepted=len(piece) - 1,
                 draft_seconds=DRAFT_SECONDS if index and per_round > 1 else 0.0,
                 verify_seconds=VERIFY_SECONDS,
-                total_seconds=ROUND_SECONDS,
+                total_seconds=seconds,
                 finish_reason="length" if index == len(pieces) - 1 else None,
             )
             if index:

@@ -41,6 +41,21 @@ def test_json_record(cli: CommandLine) -> None:
     assert record["prompts"][0]["first_difference"] is None
 
 
+def test_the_speed_up_is_over_the_faster_plain_form(cli: CommandLine) -> None:
+    """Guards against a flattering figure where the bit-exact form happens to be the faster one: in the record, in the
+    rows of the prompts and in the tables."""
+    cli.engine.exact_seconds = 0.005
+    record = json.loads(cli.run("demo", "--json", "--limit", "2").out)
+    assert record["plain_tokens_per_second"] == pytest.approx(100.0)
+    assert record["plain_padded_tokens_per_second"] == pytest.approx(200.0)
+    assert record["speedup"] == pytest.approx(1.5)
+    assert [row["speedup"] for row in record["prompts"]] == [pytest.approx(1.5)] * 2
+    shown = cli.run("demo", "--limit", "1").out
+    assert "plain · 200.0 tok/s" in shown
+    assert "1.50x" in shown
+    assert "3.00x" not in shown
+
+
 def test_tables(cli: CommandLine) -> None:
     """Guards against a demo that does not say what ran, how fast, and whether the tokens are the same."""
     outcome = cli.run("demo", "--limit", "1")

@@ -94,6 +94,8 @@ def test_profile_splits_each_round(cli: CommandLine) -> None:
     assert shown.out == "Hello, world.\n"
     assert "verify" in shown.err
     assert "80.0%" in shown.err
+    cli.run("generate", "hi")
+    assert [call["profile"] for call in cli.engine.calls] == [True, True, False]  # it costs speed on a GPU
 
 
 def test_no_prompt_at_all(cli: CommandLine) -> None:

@@ -78,14 +78,14 @@ def test_no_draft_loads_none(cli: CommandLine) -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--width", "5"], "block of 4"),
         (["--width", "3", "--no-draft"], "--no-draft"),
         (["--width", "4", "--no-draft", "--draft", "D"], "--no-draft"),
     ],
 )
 @pytest.mark.parametrize("verb", ["generate", "chat"])
 def test_a_width_without_effect_is_refused(cli: CommandLine, verb: str, words: list[str], part: str) -> None:
-    """Guards against measuring widths that are all the same one: beyond the block, or without any block."""
+    """Guards against measuring widths that are all the same one, for want of a block (beyond one:
+    tests/cli/test_real_models.py)."""
     outcome = cli.run(verb, *(["hi"] if verb == "generate" else []), *words)
     assert outcome.code == 2
     assert outcome.err.startswith("dflash: error: --width")
@@ -96,10 +96,10 @@ def test_a_width_without_effect_is_refused(cli: CommandLine, verb: str, words: l
 
 @pytest.mark.parametrize("width", ["1", "4"])
 def test_a_width_within_the_block_is_taken(cli: CommandLine, width: str) -> None:
-    """Guards against a limit that is off by one: the block itself is the widest."""
+    """Guards against a command line that has a limit of its own beside that of `dflash.load`."""
     assert cli.run("generate", "hi", "--width", width).code == 0
     assert cli.run("demo", "--limit", "1", "--width", width).code == 0
-    assert cli.run("demo", "--limit", "1", "--width", "5").code == 2
+    assert [load["width"] for load in cli.loads] == [int(width)] * 2
 
 
 def test_a_draft_that_is_named_and_not_used(cli: CommandLine) -> None:

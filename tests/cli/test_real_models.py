@@ -130,3 +130,23 @@ def test_prompt_longer_than_the_context(pair: Pair) -> None:
     assert outcome.code == 2
     assert str(CONTEXT) in outcome.err
     assert outcome.out == ""
+
+
+@pytest.mark.parametrize("verb", ["generate", "demo", "chat"])
+def test_a_width_beyond_the_block_is_refused(pair: Pair, verb: str) -> None:
+    """Guards against measuring widths that are all the same one: the command line says what `dflash.load` says."""
+    outcome = pair.run(verb, "--width", "9", *(["hi"] if verb == "generate" else []))
+    assert outcome.code == 2
+    assert outcome.err == (
+        "dflash: error: width 9 is more than the draft's block of 8 rows, so it would have no effect; lower it or "
+        "leave it out.\n"
+    )
+    assert pair.run("generate", "-n", "4", "--width", "8", "hi").code == 0
+
+
+def test_profile(pair: Pair) -> None:
+    """Guards against a profile whose parts are not those of the engine: they add up to each round's time."""
+    record = pair.record("generate", "-n", "12", "--ignore-eos", "--profile", "hi")
+    assert len(record["rounds"]) == record["stats"]["num_rounds"] + 1
+    assert all(min(step[part] for part in ("verify_seconds", "other_seconds")) > 0 for step in record["rounds"])
+    assert record["rounds"][1]["draft_seconds"] > 0

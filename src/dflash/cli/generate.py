@@ -64,7 +64,7 @@ def generate(
     with contextlib.ExitStack() as display:
         silent = as_json or not stream
         show = display.enter_context(working("waiting for the first token")) if silent else None
-        for event in engine.stream(messages, params, raw=raw):
+        for event in engine.stream(messages, params, raw=raw, profile=profile):
             pieces.append(event.text)
             token_ids += event.token_ids
             rounds.append(event.round)

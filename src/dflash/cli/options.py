@@ -60,7 +60,9 @@ class ModelOptions:
     ] = None
     device: Annotated[
         str | None,
-        model_option("--device", metavar="NAME", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)."),
+        model_option(
+            "--device", metavar="NAME", help="cpu, cuda, cuda:1, mps ... (default: an NVIDIA GPU if there is one)."
+        ),
     ] = None
     threads: Annotated[
         int | None, model_option("--threads", metavar="N", help="CPU threads (default: see README).")

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def open_engine(options: ModelOptions) -> Engine:
     """Load the target and draft that `options` name; no draft if the verb offers that and the user asked for it.
 
-    Raises errors of `dflash.errors`; ConfigError too for a width that would have no effect.
+    Raises errors of `dflash.errors`.
     """
     plain = isinstance(options, ChainOptions) and options.no_draft
     exact = options.exact if isinstance(options, ChainOptions) else True
-    if plain and options.width is not None:
+    if plain and options.width is not None:  # said here too, where the option that is in the way has a name
         raise ConfigError("--width limits the rows of a draft's block, which --no-draft leaves out: drop one of them.")
     if plain and options.draft != AUTO:
         say("note: --draft has no effect beside --no-draft.")
@@ -41,9 +41,6 @@ def open_engine(options: ModelOptions) -> Engine:
             width=options.width,
             progress=progress,
         )
-    block_size = engine.info.block_size
-    if options.width is not None and block_size is not None and options.width > block_size:
-        raise ConfigError(f"--width {options.width} is more than the draft's block of {block_size} rows; lower it.")
     return engine
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from dflash.core.exactness import WidthClass
-from dflash.core.loop import speculative_rounds
+from dflash.core.loop import Clock, speculative_rounds
 from dflash.core.parking import ParkingDrafter
 from dflash.core.protocols import Acceptor, Drafter, Target
 from dflash.core.stopping import StopRule
@@ -58,6 +58,9 @@ class EngineInfo:
     num_threads: int
     exactness: WidthClass | None
     """What the load-time probe found; None if it was not asked for (exact=False)."""
+    packs_single: bool = False
+    """Whether plain steps that need not be exact run on weights packed for several rows, because a measurement at load
+    found that faster: the form that speed-ups are divided by."""
 
     @property
     def exact(self) -> bool:
@@ -133,6 +136,10 @@ class Engine(ABC):
     def acceptor(self, params: SamplingParams, prompt_ids: Sequence[int]) -> Acceptor:
         """The acceptance rule of one request, over logits of this backend. Raises ConfigError for unusable params."""
 
+    def profiling_clock(self) -> Clock:
+        """Seconds, read when the device has done all it was given; here for devices that never lag behind the host."""
+        return time.perf_counter
+
     def tokenize(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt: through the tokenizer's chat template, or as plain text (`raw`, strings only).
 
@@ -197,6 +204,7 @@ class Engine(ABC):
         use_draft: bool = True,
         exact: bool | None = None,
         raw: bool = False,
+        profile: bool = False,
     ) -> Generator[StreamEvent, None, None]:
         """Answer a prompt round by round; only committed tokens appear. Closing it early cancels the request.
 
@@ -205,6 +213,9 @@ class Engine(ABC):
             prompt_ids: token ids in place of `prompt`.
             use_draft: False = plain decoding by the same loop.
             exact: decode in the width class of the probe; None = as loaded. False is the fastest plain form.
+            profile: wait for the device at every reading of the clock, so that each part of a round gets its own time.
+                Changes nothing on a CPU; on a GPU it costs a little speed, and without it the wait for a forward counts
+                where its result is first read.
 
         Raises (at once, before the first round):
             PromptError: empty, too long or with ids outside the vocabulary.
@@ -221,6 +232,7 @@ class Engine(ABC):
             ids,
             max_new_tokens=params.max_new_tokens,
             width=self.info.width,
+            clock=self.profiling_clock() if profile else time.perf_counter,
         )
         stats = Stats(num_prompt_tokens=len(ids))
         return self._events(rounds, session.close, IncrementalText(self.decode, params.stop), stats, drafter)

@@ -13,25 +13,29 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dflash.backends.torch.clock import synchronised_clock
 from dflash.backends.torch.draft_model import DraftModel, load_draft
 from dflash.backends.torch.drafters.dflash import DFlashDrafter
 from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.loading import (
     check_pair,
+    check_width,
     choose_device,
     choose_dtype,
     end_of_sequence_ids,
     load_target,
+    log_steps,
     set_threads,
 )
 from dflash.backends.torch.packing import pack_linears
+from dflash.backends.torch.plain_form import packed_steps_are_faster
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
 from dflash.cache import file_sha256
 from dflash.core.draft_config import WEIGHTS_FILE, DraftConfig, read_draft_config
 from dflash.core.engine import Engine, EngineInfo
 from dflash.core.exactness import WidthClass
-from dflash.errors import ConfigError
+from dflash.core.loop import Clock
 from dflash.registry import DRAFTERS, load_attribute
 from dflash.resolve import AUTO, Progress, Source, resolve_draft, resolve_target
 from dflash.types import SamplingParams
@@ -65,15 +69,13 @@ def load(
             more than PyTorch is already limited to (OMP_NUM_THREADS).
         exact: probe for the width class in which plain and speculative decoding give the same bits, and decode in it.
         trust_remote_code: run Python code that comes with the target.
-        width: most rows of a verify forward (anchor and width - 1 draft tokens); None = the draft's block.
+        width: most rows of a verify forward (anchor and width - 1 draft tokens), at most and by default the block.
         progress: told what is being done and how much of it is finished; without it, steps are logged.
 
     Raises:
         ModelError, MissingExtra, ConfigError: with the cure in the message; nothing stays loaded.
     """
-    if width is not None and width < 1:
-        raise ConfigError(f"width must be at least 1 (the anchor's row), not {width}.")
-    report = progress or _log_steps()
+    report = progress or log_steps(logger)
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     set_threads(num_threads)
@@ -81,6 +83,7 @@ def load(
     draft_source = None if draft is None else resolve_draft(os.fspath(draft), target_source, progress=report)
     # The draft's description is read first: a wrong one should not cost the loading of the target.
     config = None if draft_source is None else read_draft_config(draft_source.path)
+    check_width(width, config)
     loaded = load_target(
         target_source,
         dtype=chosen_dtype,
@@ -94,11 +97,14 @@ def load(
     network = None if draft_source is None else _load_network(draft_source, loaded.model, report)
     report("packing weights", None)
     pack_linears(loaded.model)
+    report("timing plain steps", None)
+    packs_single = packed_steps_are_faster(loaded.model)
     exactness = _probe(loaded.model, config.block_size if config else 1, report) if exact else None
     shared = TorchTarget(
         loaded.model,
         taps=config.target_layer_ids if config else (),
         exact_width=exactness.width if exactness else 1,
+        packs_single=packs_single,
     )
     drafter = None if network is None else load_attribute(DRAFTERS["dflash"])(network, shared)
     return TorchEngine(
@@ -119,6 +125,9 @@ class TorchEngine(Engine):
 
     def acceptor(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TorchAcceptor:
         return TorchAcceptor(params, prompt_ids, self.target.vocab_size, self.target.device)
+
+    def profiling_clock(self) -> Clock:
+        return synchronised_clock(self.target.device)
 
 
 def _probe(model: Any, block_size: int, report: Progress) -> WidthClass:
@@ -160,17 +169,5 @@ def _info(
         device=str(shared.device),
         num_threads=torch.get_num_threads(),
         exactness=exactness,
+        packs_single=shared.packs_single,
     )
-
-
-def _log_steps() -> Progress:
-    """A progress that logs each step once."""
-    said = ""
-
-    def report(what: str, done: float | None) -> None:
-        nonlocal said
-        if what != said:
-            said = what
-            logger.info("%s", what)
-
-    return report

@@ -53,7 +53,7 @@ def choose_device(device: str | None) -> torch.device:
         torch.empty(1, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # builds without CUDA assert
         raise ConfigError(
-            f"device '{device}' is not usable here ({_first_line(error)}); use 'cpu', 'cuda' or 'cuda:1', "
+            f"device '{device}' is not usable here ({_first_line(error)}); use 'cpu', 'cuda', 'cuda:1' or 'mps', "
             "or leave it out."
         ) from error
     if chosen.type == "meta":
@@ -219,6 +219,34 @@ def check_pair(draft: DraftConfig, model: PreTrainedModel, *, draft_name: str, t
             f"draft '{draft_name}' was made for another target than '{target_name}': {', '.join(wrong)}. "
             "Use the draft of this target, or train one with `dflash train`."
         )
+
+
+def check_width(width: int | None, draft: DraftConfig | None) -> None:
+    """Raise ConfigError for a width (most rows of a verify forward) that is no width or would have no effect."""
+    if width is None:
+        return
+    if width < 1:
+        raise ConfigError(f"width must be at least 1 (the anchor's row), not {width}.")
+    if draft is None:
+        raise ConfigError("width limits the rows of a draft's block, but no draft is loaded; leave width out.")
+    if width > draft.block_size:
+        raise ConfigError(
+            f"width {width} is more than the draft's block of {draft.block_size} rows, so it would have no effect; "
+            "lower it or leave it out."
+        )
+
+
+def log_steps(logger: logging.Logger) -> Progress:
+    """A progress that logs each step once."""
+    said = ""
+
+    def report(what: str, done: float | None) -> None:
+        nonlocal said
+        if what != said:
+            said = what
+            logger.info("%s", what)
+
+    return report
 
 
 def end_of_sequence_ids(loaded: LoadedTarget) -> frozenset[int]:

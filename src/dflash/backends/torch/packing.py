@@ -3,18 +3,24 @@
 PyTorch's float32 matmul re-packs the weights on every call with several rows and sums 1, 2, 3 or more rows in orders of
 their own. oneDNN with weights packed once does neither: a 1536 x 576 layer on 4 rows takes 139 instead of 202 us (Zen
 3, one thread), and a row's bits do not depend on the number of rows, so that exact plain decoding needs no padding of
-its forwards (exactness.py). It costs some 20 us per call, which makes it slower for the single row of plain decoding
-that need not be exact, and it is no faster for the many rows of a prefill: these keep PyTorch's matmul, for which the
-plain weights stay in memory beside the packed ones.
+its forwards (exactness.py). It costs some 20 us per call, so that a single row that need not be exact may be slower or
+faster on it, depending on processor, threads and layer sizes: plain_form.py measures that at load. It is no faster for
+the many rows of a prefill. These keep PyTorch's matmul, and embedding and draft share the plain weights, so both copies
+stay in memory; `pack_linears` therefore leaves models alone whose second copy would be large.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from dflash.backends.torch.memory import available_bytes
+
+logger = logging.getLogger(__name__)
 
 ROWS_HINT = 8
 """Rows that the layout is chosen for. Measured: 8, 32 and 512 give the same layout, 1 one that is slower for more."""
@@ -23,13 +29,15 @@ MOST_ROWS = 64
 
 MOST_BYTES = 4 * 2**30
 """Larger models are left alone: their packed copies would double a large memory."""
+MOST_SHARE = 0.25
+"""Share of the memory available at load that packed copies may take; the rest is for keys, values and neighbours."""
 
 
 class KernelChoice(threading.local):
     """What the running forward of this thread wants; shared by the packed layers of a model."""
 
-    exact = False
-    """Single rows too must be computed as several rows are."""
+    packs_single = False
+    """Single rows run on the packed weights as several rows do: for exactness, or because it is faster here."""
 
 
 class PackedLinear(nn.Module):
@@ -45,7 +53,7 @@ class PackedLinear(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
         num_rows = inputs.numel() // self.in_features
-        single = num_rows == 1 and not self.choice.exact
+        single = num_rows == 1 and not self.choice.packs_single
         if single or num_rows > MOST_ROWS or torch.is_grad_enabled():  # the packed weight has no gradient
             return nn.functional.linear(inputs, self.weight, self.bias)
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
@@ -61,12 +69,16 @@ def can_pack() -> bool:
     )
 
 
-def pack_linears(model: PreTrainedModel) -> int:
+def pack_linears(model: PreTrainedModel, *, available: int | None = None) -> int:
     """Replace the linear layers of `model` by packed ones where that is known to pay: float32, on a CPU.
 
     Other devices and dtypes, subclasses of `nn.Linear` (quantised, adapters) and PyTorch builds without oneDNN are left
     as they are. Names, weights and state dict of the model stay the same; changing a weight afterwards leaves its
-    packed copy stale. Costs the memory of these weights once more, and so is not done beyond MOST_BYTES.
+    packed copy stale. Costs the memory of these weights once more, and so is not done beyond MOST_BYTES or beyond
+    MOST_SHARE of the memory that is available now: such models decode as well, with padded forwards in exact mode.
+
+    Args:
+        available: bytes of memory that may still be used; None = ask the system.
 
     Returns:
         Number of layers replaced.
@@ -79,7 +91,10 @@ def pack_linears(model: PreTrainedModel) -> int:
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype == torch.float32
     ]
-    if sum(child.weight.nbytes for _, _, child in found) > MOST_BYTES:
+    needed = sum(child.weight.nbytes for _, _, child in found)
+    available = available_bytes() if available is None else available
+    if needed > min(MOST_BYTES, MOST_BYTES if available is None else MOST_SHARE * available):
+        logger.info("weights are not packed: their second copy would take %.1f GiB", needed / 2**30)
         return 0
     choice = kernel_choice(model) or KernelChoice()
     for parent, name, child in found:

@@ -2,7 +2,8 @@
 
 On the CPU rows are judged one at a time and only up to the first rejection, with NumPy's arg max (20 times
 faster there than torch's on bf16, 7 times on fp32) and without sorting the vocabulary. On other devices all
-rows are judged at once and read back in one transfer. Knows nothing of drafters or of model state.
+rows are judged at once and read back in one transfer; but where there is no float64, in which probabilities are summed
+(Apple's GPUs), rows are brought to the CPU and judged there. Knows nothing of drafters or of model state.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dflash.core.draws import uniforms
 from dflash.core.tree import walk
 from dflash.errors import ConfigError, ModelError
 from dflash.types import Acceptance, Proposal, SamplingParams, Verdict
+
+_WITHOUT_FLOAT64 = frozenset({"mps"})
 
 
 class TorchAcceptor:
@@ -39,7 +42,10 @@ class TorchAcceptor:
         """`vocab_size`: width of the logits; `device`: where they are; `row_by_row`: judge rows one at a time
         (None = on the CPU). Raises ConfigError for a logit_bias that cannot be applied."""
         device = torch.device(device)
+        if device.type in _WITHOUT_FLOAT64:
+            device = torch.device("cpu")
         self._params = params
+        self._device = device
         self._row_by_row = device.type == "cpu" if row_by_row is None else row_by_row
         self._position = len(prompt_ids)
         """Sequence position of the next token to be decided."""
@@ -49,9 +55,9 @@ class TorchAcceptor:
     def accept(self, proposal: Proposal, verdict: Verdict) -> Acceptance:
         """`verdict.logits`: [rows, V], the anchor's and one per draft token, any float dtype. Raises ModelError if the
         rows it reads are not finite."""
-        logits: Tensor = verdict.logits
+        logits: Tensor = verdict.logits.detach().to(self._device)
         assert logits.shape[0] == len(proposal.tokens) + 1, "one row per draft token and one for the anchor"
-        acceptance = walk(proposal, self._chooser(proposal, logits.detach()))
+        acceptance = walk(proposal, self._chooser(proposal, logits))
         self._position += len(acceptance.path)
         if self._penalties is not None:
             self._penalties.extend((*proposal.along(acceptance.path), acceptance.next_token))

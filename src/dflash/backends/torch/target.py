@@ -44,7 +44,8 @@ class TorchTarget:
         device, dtype: of the weights.
         exact_width: least number of rows of a decoding forward in exact mode.
         attention_rows: least number of rows of its attention.
-        kernels: tells packed linear layers whether the running forward must be exact.
+        kernels: tells packed linear layers what a forward's single rows run on.
+        packs_single: whether they run packed also where exactness is not asked for.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class TorchTarget:
         *,
         taps: Sequence[int] = (),
         exact_width: int = 1,
+        packs_single: bool = False,
         prefill_chunk: int = 512,
     ) -> None:
         """
@@ -60,6 +62,7 @@ class TorchTarget:
             model: a decoder-only language model; put into evaluation mode.
             taps: layer ids whose outputs make up the features, in this order.
             exact_width: `WidthClass.width` of exactness.probe.
+            packs_single: what plain_form.packed_steps_are_faster found.
             prefill_chunk: most rows of one prefill forward.
 
         Raises:
@@ -86,6 +89,7 @@ class TorchTarget:
         self._check_taps()
         self.attention_rows = ATTENTION_ROWS if compat.use_grouped_attention(model) else 1
         self.kernels = kernel_choice(model) or KernelChoice()
+        self.packs_single = packs_single
         model.eval()
         self._embedding = model.get_input_embeddings()
         self._head = model.get_output_embeddings()
@@ -273,7 +277,7 @@ class TorchTargetSession:
         """One forward at the committed length; returns logits [1, rows, V] and one [1, rows, H] per tap."""
         target, start = self._target, self._cache.num_tokens
         arguments = {target.cache_argument: self._cache, **options}
-        target.kernels.exact = self._exact
+        target.kernels.packs_single = self._exact or target.packs_single
         position_ids = target.positions[:, start : start + ids.shape[1]]
         if depths is not None:
             padded = [*depths, *[0] * (ids.shape[1] - len(depths))]
