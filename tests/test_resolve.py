@@ -16,7 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 import dflash.resolve
 from dflash import registry
-from dflash.errors import ConfigError, MissingExtra, ModelError, UnsupportedModel
+from dflash.errors import ConfigError, MissingExtra, ModelError
 from dflash.resolve import Source, resolve_draft, resolve_target
 
 TOY = Source(name="toy", path=Path("toy"))
@@ -131,17 +131,15 @@ def test_local_folder_beats_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_gguf_file(tmp_path: Path) -> None:
-    """A GGUF file is a target; as a draft it is refused with what to use in its place, its folder as well (which must
-    not send the user to the file, to be refused once more)."""
+    """A GGUF file is a target as it is (a draft: tests/test_gguf_draft.py); its folder sends the user to the file."""
     file = tmp_path / "model.Q4_0.GGUF"
     file.write_bytes(b"GGUF")
     assert resolve_target(str(file), download=no_download).is_gguf
     for config in (False, True):
         if config:
             (tmp_path / "config.json").write_text("{}")
-        for spec in (file, tmp_path):
-            with pytest.raises(UnsupportedModel, match=r"converted from.*hub id.*model\.safetensors.*dflash train"):
-                resolve_draft(str(spec), TOY, download=no_download)
+        with pytest.raises(ModelError, match=r"give the GGUF file.*model\.Q4_0\.GGUF"):
+            resolve_draft(str(tmp_path), TOY, download=no_download)
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert resolve_draft(str(tmp_path), TOY, download=no_download).path == tmp_path
 
@@ -172,9 +170,8 @@ def test_unusable_folders(files: list[str], message: str, tmp_path: Path) -> Non
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(ModelError, match=message):
         resolve_target(str(tmp_path))
-    if "model.gguf" not in files:  # as a draft: see test_gguf_file
-        with pytest.raises(ModelError, match=message):
-            resolve_draft(str(tmp_path), TOY)
+    with pytest.raises(ModelError, match=message):
+        resolve_draft(str(tmp_path), TOY)
 
 
 def test_single_file_that_is_no_gguf(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 A spec is a built-in name, a local folder, a GGUF file or a hub id ("owner/name", optionally "@revision"), tried
 in this order; a folder called like a built-in name is reached as ./name. Knows where files are, not what is in
-them: loads no weights, imports no model library. Only safetensors weights are accepted or downloaded: the
-pickled formats (.bin, .pt) can run code when they are opened.
+them: loads no weights, imports no model library; only a GGUF draft is translated on the way (gguf_draft.py). Only
+safetensors weights are accepted or downloaded: the pickled formats (.bin, .pt) can run code when they are opened.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from dflash.errors import ConfigError, MissingExtra, ModelError, UnsupportedModel
+from dflash.errors import ConfigError, MissingExtra, ModelError
 from dflash.registry import DRAFTS, TARGETS, PackagedTarget
 
 Progress = Callable[[str, float | None], None]
@@ -83,7 +83,9 @@ def resolve_draft(
 ) -> Source:
     """Find the files of a draft; "auto" is the one shipped for `target`.
 
-    Raises ModelError if nothing is found or no draft is shipped for the target, UnsupportedModel for GGUF.
+    A GGUF file is translated into a folder once (`gguf_draft.translated_folder`).
+
+    Raises ModelError if nothing is found or no draft is shipped for the target, and what the translation raises.
     """
     if spec == AUTO:
         return _automatic_draft(target)
@@ -91,7 +93,9 @@ def resolve_draft(
         return _shipped_draft(spec)
     source = _local(spec, "draft") or _from_hub(spec, "draft", False, progress, download)
     if source.is_gguf:
-        raise _gguf_draft(spec)
+        from dflash.gguf_draft import translated_folder  # parses files, and imports what it takes for that
+
+        return Source(name=spec, path=translated_folder(source.path, progress=progress))
     _check_folder(source.path, "draft")
     return source
 
@@ -215,12 +219,12 @@ def _unknown_name(spec: str, role: str) -> str:
 def _check_folder(folder: Path, role: str) -> None:
     """A folder must hold config.json and safetensors weights."""
     gguf = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf")
-    if gguf and role == "draft" and not any(folder.glob("*.safetensors")):
-        raise _gguf_draft(str(gguf[0]))
     if not (folder / "config.json").is_file():
         cure = f"give the GGUF file itself ({gguf[0]})" if gguf else "give the folder that holds it"
         raise ModelError(f"the {role} folder {folder} has no config.json; {cure}.")
     if not any(folder.glob("*.safetensors")):
+        if gguf:
+            raise ModelError(f"the {role} folder {folder} has no safetensors weights; give the GGUF file ({gguf[0]}).")
         if any(next(folder.glob(pattern), None) for pattern in _PICKLED):
             raise ModelError(
                 f"the {role} folder {folder} has pickled weights only (.bin, .pt), which can run code when opened "
@@ -229,14 +233,6 @@ def _check_folder(folder: Path, role: str) -> None:
         raise ModelError(
             f"the {role} folder {folder} holds no *.safetensors weights; check the path or download it again."
         )
-
-
-def _gguf_draft(name: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"draft '{name}' is a GGUF file, which this version reads for targets only. Use the draft that it was "
-        "converted from, by its hub id (owner/name) or as a folder with config.json and model.safetensors; or train "
-        "one with `dflash prepare` and `dflash train`."
-    )
 
 
 def _reporting_tqdm(progress: Progress, repo: str) -> type:

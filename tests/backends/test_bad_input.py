@@ -24,7 +24,6 @@ from dflash.errors import (
     ModelError,
     PairError,
     PromptError,
-    UnsupportedModel,
 )
 from tests.backends import tiny_pair
 from tests.backends.tiny_pair import draft_config, edit_config, random_draft, save_draft, save_target
@@ -231,12 +230,6 @@ def test_pickled_draft(target: Path, draft: Path) -> None:
     """Drafts come as safetensors or not at all."""
     (draft / WEIGHTS_FILE).rename(draft / "pytorch_model.bin")
     refuses(ModelError, "convert them to safetensors", target, draft)
-
-
-def test_gguf_draft(target: Path, tmp_path: Path) -> None:
-    """Said plainly until it is supported."""
-    (tmp_path / "d.gguf").write_bytes(b"GGUF")
-    refuses(UnsupportedModel, "GGUF", target, tmp_path / "d.gguf")
 
 
 # Options and prompts

@@ -8,64 +8,22 @@ from __future__ import annotations
 
 import random
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dflash import SamplingParams, Stats, load
-from dflash.backends.torch import engine as engine_module
+from dflash import SamplingParams, Stats
 from dflash.backends.torch.engine import TorchEngine as Engine
 from dflash.cache import file_sha256
 from dflash.core.engine import StreamEvent
 from dflash.errors import ConfigError, PromptError
 from dflash.types import Proposal, Result
 from tests.backends import tiny_pair
-from tests.backends.tiny_pair import END, random_draft, save_draft, save_target, train_draft
-
-PROMPTS = ("Why is the sky blue?", "x", "Ein längerer Satz, mit Umlauten: äöü. " * 5)
-GREEDY = SamplingParams(max_new_tokens=60, ignore_eos=True)
-SAMPLED = SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=1.0, seed=11)
-
-
-@pytest.fixture(scope="module")
-def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_draft(tmp_path_factory.mktemp("draft") / "random")
-
-
-@pytest.fixture(scope="module")
-def trained_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft that has learnt this target's greedy answers to the prompts by heart."""
-    engine = open_engine(target_folder, None)
-    network = random_draft(tiny_pair.draft_config())
-    pairs = [(engine.tokenize(prompt), engine.generate(prompt, GREEDY).token_ids) for prompt in PROMPTS]
-    tapped = load_with_taps(target_folder, network.config.target_layer_ids)
-    train_draft(network, tapped.target, pairs)
-    tapped.close()
-    return save_draft(tmp_path_factory.mktemp("draft") / "trained", network)
-
-
-@pytest.fixture(scope="module")
-def engine(target_folder: Path, draft_folder: Path) -> Engine:
-    return open_engine(target_folder, draft_folder)
-
-
-def open_engine(target: Path, draft: Path | None, **options: Any) -> Engine:
-    return load(target, draft, **{"dtype": "float32", "device": "cpu", "num_threads": 1, **options})
-
-
-def load_with_taps(target: Path, taps: Sequence[int]) -> Engine:
-    engine = open_engine(target, None)
-    engine.target = type(engine.target)(engine.target.model, taps=taps)
-    return engine
+from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, open_engine
+from tests.backends.tiny_pair import END, save_target
 
 
 class ScriptedDrafter:
@@ -318,61 +276,6 @@ def test_info(engine: Engine, draft_folder: Path) -> None:
     assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_plain_decoding_takes_the_faster_kernels(
-    faster: bool, target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is measured at load must reach the target that decodes, and the record."""
-    asked: list[object] = []
-
-    def measure(model: object) -> bool:
-        asked.append(model)
-        return faster
-
-    monkeypatch.setattr(engine_module, "packed_steps_are_faster", measure)
-    plain = open_engine(target_folder, None)
-    assert asked == [plain.target.model]
-    assert plain.target.packs_single is plain.info.packs_single is faster
-    assert len(plain.generate("hi", GREEDY, exact=False).token_ids) == 60
-    plain.close()
-
-
-@pytest.mark.parametrize("profile", [True, False])
-def test_profile_reads_the_device_clock(profile: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the device's own clock a profile on a GPU shows the target's time as "other"."""
-    readings: list[object] = []
-
-    def clock(device: torch.device) -> Callable[[], float]:
-        def read() -> float:
-            readings.append(device)
-            return time.perf_counter()
-
-        return read
-
-    monkeypatch.setattr(engine_module, "synchronised_clock", clock)
-    events = list(engine.stream("hi", GREEDY, profile=profile))
-    assert len(readings) >= 5 * (len(events) - 1) if profile else not readings
-    assert set(readings) <= {engine.target.device}
-
-
-def test_float16_target(target_folder: Path, trained_folder: Path) -> None:
-    """A target in float16: the draft runs in float32 (float16 overflows in its feature fusion), casts at its border,
-    still predicts, and changes no token."""
-    pair = open_engine(target_folder, trained_folder, dtype="float16")
-    assert pair.info.dtype == "float16"
-    assert pair.drafter is not None
-    assert {weight.dtype for weight in pair.drafter.network.parameters()} == {torch.float32}
-    for params in (GREEDY, SAMPLED):
-        plain = pair.generate(PROMPTS[0], params, use_draft=False)
-        drafted = pair.generate(PROMPTS[0], params)
-        assert drafted.stats.num_proposed > 0
-        if pair.info.exact:
-            assert drafted.token_ids == plain.token_ids
-        if params is GREEDY:
-            assert drafted.stats.num_accepted > 20
-    pair.close()
-
-
 def test_not_exact_on_request(target_folder: Path, draft_folder: Path) -> None:
     """exact=False skips the probe and cannot be asked for exactness later: every option has an effect or raises."""
     pair = open_engine(target_folder, draft_folder, exact=False)
@@ -391,7 +294,7 @@ def test_steps_are_reported(target_folder: Path, draft_folder: Path, capfd: pyte
     steps = list(dict.fromkeys(seen))
     named = [re.sub(r" /.*", "", step) for step in steps]
     # What can be refused comes first; the probe, which takes longest, last.
-    assert named == ["loading", "loading draft", "packing weights", "checking bit-exactness"]
+    assert named == ["loading", "loading draft", "packing weights", "timing plain steps", "checking bit-exactness"]
     assert capfd.readouterr().err == ""
 
 

@@ -47,7 +47,8 @@ class ModelOptions:
             "--draft",
             "-d",
             metavar="MODEL",
-            help=f"Hub id, local folder or built-in name ({', '.join(DRAFTS)}); auto = the one for this target.",
+            help=f"Hub id, local folder, GGUF file or built-in name ({', '.join(DRAFTS)}); "
+            "auto = the one for this target.",
         ),
     ] = AUTO
     dtype: Annotated[

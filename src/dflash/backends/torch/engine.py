@@ -62,7 +62,7 @@ def load(
 
     Args:
         target: hub id, local folder, GGUF file or built-in name.
-        draft: the same (no GGUF); "auto" = the draft shipped for this target, None = plain decoding only.
+        draft: the same; "auto" = the draft shipped for this target, None = plain decoding only.
         dtype: "float32", "bfloat16" or "float16"; None = bfloat16 where the device computes in it, else float32.
         device: "cpu", "cuda", "cuda:1" ...; None = a CUDA device if there is one.
         num_threads: CPU threads of PyTorch, process-wide; None = the physical cores this process may use, but not

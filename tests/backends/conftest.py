@@ -1,0 +1,39 @@
+"""A tiny pair on disk with a random and a trained draft, made once for all tests of the backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dflash.backends.torch.engine import TorchEngine as Engine
+from tests.backends import tiny_pair
+from tests.backends.pairs import GREEDY, PROMPTS, load_with_taps, open_engine
+from tests.backends.tiny_pair import random_draft, save_draft, save_target, train_draft
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_draft(tmp_path_factory.mktemp("draft") / "random")
+
+
+@pytest.fixture(scope="session")
+def trained_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft that has learnt this target's greedy answers to the prompts by heart."""
+    engine = open_engine(target_folder, None)
+    network = random_draft(tiny_pair.draft_config())
+    pairs = [(engine.tokenize(prompt), engine.generate(prompt, GREEDY).token_ids) for prompt in PROMPTS]
+    tapped = load_with_taps(target_folder, network.config.target_layer_ids)
+    train_draft(network, tapped.target, pairs)
+    tapped.close()
+    return save_draft(tmp_path_factory.mktemp("draft") / "trained", network)
+
+
+@pytest.fixture(scope="session")
+def engine(target_folder: Path, draft_folder: Path) -> Engine:
+    return open_engine(target_folder, draft_folder)
