@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +26,9 @@ from dflash.types import SamplingParams
 from tests.backends.tiny_pair import MASK, VOCAB, draft_config, random_draft, save_draft, save_target
 
 NAMES = {
-    "fc.weight": "fc.weight",
-    "hidden_norm.weight": "enc.output_norm.weight",
-    "norm.weight": "output_norm.weight",
+    "fc": "fc",
+    "hidden_norm": "enc.output_norm",
+    "norm": "output_norm",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "self_attn.o_proj": "attn_output",
@@ -69,9 +70,8 @@ def weights(network: DraftModel) -> Tensors:
     """The network's tensors by their GGUF names."""
     found = {}
     for name, value in network.state_dict().items():
-        for theirs, ours in NAMES.items():
-            name = name.replace(theirs, ours)
-        found[name.replace("layers.", "blk.")] = value.float().numpy()
+        layer, theirs = re.fullmatch(r"(layers\.\d+\.)?(.+)\.weight", name).groups()  # type: ignore[union-attr]
+        found[f"{(layer or '').replace('layers', 'blk')}{NAMES[theirs]}.weight"] = value.float().numpy()
     return found
 
 
@@ -154,7 +154,7 @@ def test_decodes_as_the_draft_it_was_made_from(tmp_path: Path, monkeypatch: pyte
 def test_second_generation(network: DraftModel, tmp_path: Path) -> None:
     """DFlash 2 in the names and keys of its own checkpoints; who reads it is the reader's affair."""
     rng = np.random.default_rng(0)
-    more = {
+    more: dict[str, tuple[int, ...]] = {
         "selector_hidden.weight": (4, 32),
         "selector_predecessor.weight": (VOCAB, 4),
         "selector_successor.weight": (VOCAB, 4),
