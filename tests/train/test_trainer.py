@@ -23,6 +23,7 @@ from dflash.backends.torch.draft_model import load_draft
 from dflash.backends.torch.drafters.dflash import DFlashDrafter
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
+from dflash.core.draft_config import read_draft_config
 from dflash.core.loop import speculative_rounds
 from dflash.core.stopping import StopRule
 from dflash.errors import CheckpointError, ConfigError
@@ -31,8 +32,9 @@ from dflash.train.config import OptimizerConfig, load_config
 from dflash.train.evaluate import decode_report
 from dflash.train.setup import open_run
 from dflash.train.step import collate, training_sums
-from dflash.train.trainer import learning_rate, run_training
+from dflash.train.trainer import Trainer, learning_rate, run_training
 from dflash.types import SamplingParams
+from tests.backends.tiny_pair import HIDDEN
 from tests.train.toy import make_pair, metrics, recipe, run
 
 CPU = torch.device("cpu")
@@ -296,6 +298,36 @@ def test_cached_features_give_nearly_the_same_run(pair: Path, whole: Path, tmp_p
     for ours, theirs in zip(metrics(tmp_path / "run", "train"), metrics(whole, "train"), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.02)
     assert (tmp_path / "run" / "features" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("features", ["online", "cached"])
+def test_distillation_needs_no_tap_of_the_last_layer(pair: Path, tmp_path: Path, features: str) -> None:
+    """Guards against a teacher that is another layer's state, or against states of the last layer that leak into the
+    draft's features, when the draft does not tap it."""
+    loss = {"distill": 1.0}
+    data = {"features": features}
+    open_ = [
+        Trainer(config, open_run(config))
+        for name, taps in (("with", [0, 2]), ("without", [0, 1]))
+        for config in [
+            load_config(recipe(pair, tmp_path / name, loss=loss, data=data, network={"target_layer_ids": taps}))
+        ]
+    ]
+    seen: list[torch.Tensor] = []
+    for trainer in open_:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def record(network: Any, head: Any, batch: Any, *, teacher_NSH: torch.Tensor, **options: Any) -> Any:
+                assert batch.features_NSF.shape[-1] == 2 * HIDDEN == network.fc.in_features
+                seen.append(teacher_NSH)
+                return training_sums(network, head, batch, teacher_NSH=teacher_NSH, **options)
+
+            patch.setattr("dflash.train.trainer.training_sums", record)
+            trainer.sums([(0, np.random.default_rng(0)), (1, np.random.default_rng(1))])
+        trainer.target.close()
+    assert torch.equal(seen[0], seen[1])
+    run(pair, tmp_path / "whole", loss=loss, data=data, network={"target_layer_ids": [0, 1]})
+    assert read_draft_config(tmp_path / "whole" / "draft").target_layer_ids == (0, 1)
 
 
 def test_the_export_can_be_used_and_repeated(whole: Path) -> None:

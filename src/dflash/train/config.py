@@ -29,7 +29,7 @@ class NetworkConfig(_Section):
     num_layers: int = Field(3, ge=1, description="Layers of the draft network.")
     block_size: int = Field(8, ge=2, description="B: slots per block, anchor slot included.")
     target_layer_ids: list[int] | None = Field(
-        None, description="Taps z (output of decoder layer z); default: evenly spread, the last layer included."
+        None, description="Taps z (output of decoder layer z); default: evenly spread up to the last layer but one."
     )
     num_taps: int = Field(5, ge=1, description="How many taps to spread when target_layer_ids is not given.")
     mask_token_id: int | None = Field(

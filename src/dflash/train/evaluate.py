@@ -92,6 +92,6 @@ def held_out_figures(
             rng=np.random.default_rng([_HELD_OUT_STREAM, number]),
         )
         rows = features.features(sequence.token_ids.tolist()).to(network.fc.weight.device, torch.float32)
-        batch = collate([rows], [sequence.token_ids], [blocks])
+        batch = collate([rows[:, : network.fc.in_features]], [sequence.token_ids], [blocks])
         parts.append(training_sums(network, head, batch, gamma=gamma, distill=0.0, teacher_NSH=None))
     return StepFigures.of(summed(parts, network.config.block_size))

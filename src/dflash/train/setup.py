@@ -76,13 +76,13 @@ def open_run(config: TrainConfig, progress: Progress | None = None) -> Run:
     network = _network(config, target, data)
     device = target.model.device
     check_pair(network.config, target.model, draft_name=config.init or "the new draft", target_name=config.target)
-    if (
-        config.loss.distill > 0
-        and network.config.target_layer_ids[-1] != text_config(target.model).num_hidden_layers - 1
-    ):
-        raise ConfigError("loss.distill needs the target's last layer among target_layer_ids; add it, or set 0.")
     head = frozen_head(target.model, network)
-    features = feature_source(config, target.model, network.config.target_layer_ids, data)
+    recorded = recorded_layers(
+        network.config.target_layer_ids,
+        text_config(target.model).num_hidden_layers,
+        distill=config.loss.distill > 0,
+    )
+    features = feature_source(config, target.model, recorded, data)
     with fits_memory("the draft", torch.float32, device):
         network = network.to(device).train()
     return Run(target, data, network, head, features, device, target.model.dtype)
@@ -117,6 +117,13 @@ def final_norm(model: Any) -> nn.Module:
     return norm
 
 
+def recorded_layers(taps: Sequence[int], num_layers: int, *, distill: bool) -> tuple[int, ...]:
+    """Layers whose outputs a run records: the draft's taps, and behind them the last layer where the loss asks for the
+    target's own distribution. A draft need not tap it: engines differ in whether they norm that state."""
+    last = num_layers - 1
+    return (*taps, last) if distill and taps[-1] != last else tuple(taps)
+
+
 def feature_source(config: TrainConfig, model: Any, taps: Sequence[int], data: Dataset) -> FeatureSource:
     """Online features, or the write-through cache in front of them (its final size is logged first)."""
     online = OnlineFeatures(model.get_decoder(), decoder_layers(model), taps)
@@ -130,12 +137,13 @@ def feature_source(config: TrainConfig, model: Any, taps: Sequence[int], data: D
 
 
 def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
-    """`count` layers spread evenly from layer 1 to the last one."""
-    if count >= num_layers:
-        return tuple(range(num_layers))
+    """`count` layers spread evenly from layer 1 to the last but one: what engines hand on as the last layer's output is
+    its state before the final norm in some and after it in others."""
+    if count >= num_layers - 1:
+        return tuple(range(max(1, num_layers - 1)))
     if count == 1:
-        return (num_layers - 1,)
-    return tuple(round(1 + i * (num_layers - 2) / (count - 1)) for i in range(count))
+        return (num_layers - 2,)
+    return tuple(round(1 + i * (num_layers - 3) / (count - 1)) for i in range(count))
 
 
 def default_mask_id(target: LoadedTarget, used: frozenset[int]) -> int:

@@ -233,7 +233,8 @@ class Trainer:
         ]
         features = run.features.batch([s.token_ids.tolist() for s in sequences])
         moved = [rows.to(run.device, torch.float32) for rows in features]
-        batch = collate(moved, [s.token_ids for s in sequences], blocks)
+        recorded = collate(moved, [s.token_ids for s in sequences], blocks)
+        batch = replace(recorded, features_NSF=recorded.features_NSF[..., : run.network.fc.in_features])
         with run.autocast():
             return training_sums(
                 run.network,
@@ -241,14 +242,14 @@ class Trainer:
                 batch,
                 gamma=config.loss.gamma,
                 distill=config.loss.distill,
-                teacher_NSH=self._teacher_states(batch),
+                teacher_NSH=self._teacher_states(recorded),
             )
 
-    def _teacher_states(self, batch: Batch) -> Tensor | None:
-        """Distillation needs the target's last states, which are its last tap (`open_run` has checked that)."""
+    def _teacher_states(self, recorded: Batch) -> Tensor | None:
+        """The target's last states, for distillation: `open_run` has them recorded behind the taps."""
         if self.config.loss.distill == 0:
             return None
-        return batch.features_NSF[..., -self.run.network.config.hidden_size :]
+        return recorded.features_NSF[..., -self.run.network.config.hidden_size :]
 
     def _log(self, rate: float, progress: Progress | None) -> None:
         pending, self._pending = self._pending, []
