@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from transformers import (
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import PreTrainedModel
 
+from dflash.backends.torch.compat import LayerSpec
 from dflash.backends.torch.state import BUCKET, SessionCache, check_states
 from dflash.backends.torch.target import TorchTarget, TorchTargetSession
 from dflash.errors import UnsupportedModel
@@ -31,13 +24,8 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def stored(session: TorchTargetSession) -> list[torch.Tensor]:
-    """Committed part of all keys and values."""
-    states: list[torch.Tensor] = []
-    for layer in session._cache.layers:
-        assert layer.keys is not None
-        assert layer.values is not None
-        states += [tensor[:, :, : session.num_tokens] for tensor in (layer.keys, layer.values)]
-    return states
+    """Committed part of all states."""
+    return [tensor for layer in session._cache.layers for tensor in layer.committed()]
 
 
 @pytest.mark.parametrize("exact_width", [1, 8])
@@ -126,7 +114,7 @@ def test_growth_over_buckets_keeps_the_state(exact: bool) -> None:
 
 def test_keys_returned_are_whole_buckets_on_demand() -> None:
     """Fault: the shape of attention changes with every token, or returns more than the text needs."""
-    cache = SessionCache(["DynamicLayer"], bucket=8)
+    cache = SessionCache([LayerSpec("DynamicLayer")], bucket=8)
     cache.reserve(40)
     assert cache.begin(3, buckets=False) == 3
     assert cache.begin(3, buckets=True) == 8
@@ -138,7 +126,7 @@ def test_keys_returned_are_whole_buckets_on_demand() -> None:
 
 
 def test_reserve_grows_and_never_shrinks() -> None:
-    cache = SessionCache(["DynamicLayer"], bucket=8)
+    cache = SessionCache([LayerSpec("DynamicLayer")], bucket=8)
     cache.reserve(9)
     assert cache.capacity == 16
     cache.reserve(3)
@@ -161,36 +149,7 @@ def test_commit_of_more_rows_than_fed_is_an_error() -> None:
 
 
 def test_unknown_states_are_refused() -> None:
-    """Fault: a sliding or recurrent state is taken for a full cache and keeps rejected rows."""
-    small: dict[str, Any] = {
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    sliding = MistralForCausalLM(MistralConfig(**small, sliding_window=8))
-    with pytest.raises(UnsupportedModel, match=r"layer 0 of MistralForCausalLM .* DynamicSlidingWindowLayer"):
-        TorchTarget(sliding)
-    recurrent = Qwen3NextForCausalLM(
-        Qwen3NextConfig(
-            **small,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=8,
-            shared_expert_intermediate_size=8,
-        )
-    )
-    with pytest.raises(UnsupportedModel, match="LinearAttentionLayer"):
-        TorchTarget(recurrent)
-
-
-def test_refusal_names_the_class_of_state() -> None:
+    """Fault: a state of a new kind is taken for a known one and keeps rejected rows."""
+    specs = [LayerSpec("DynamicLayer"), LayerSpec("NewLayer")]
     with pytest.raises(UnsupportedModel, match="layer 1 of Model keeps its state in a NewLayer"):
-        check_states(["DynamicLayer", "NewLayer"], "Model")
+        check_states(specs, "Model")

@@ -10,7 +10,8 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, L
 
 from dflash.backends.torch import compat
 from dflash.backends.torch.masks import BlockMask
-from dflash.backends.torch.target import TapRecorder, TorchTarget
+from dflash.backends.torch.taps import TapRecorder
+from dflash.backends.torch.target import TorchTarget
 from dflash.core.protocols import Target
 from dflash.errors import MissingExtra, PairError, PromptError, UnsupportedModel
 from dflash.types import Proposal

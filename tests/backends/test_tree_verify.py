@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dflash.backends.torch.compat import LayerSpec
 from dflash.backends.torch.masks import BlockMask, tree_mask
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.state import SessionCache
@@ -88,7 +89,7 @@ def test_tree_mask_equals_its_definition() -> None:
 
 
 def test_paths_must_be_rows_in_order() -> None:
-    cache = SessionCache(["DynamicLayer"], bucket=8)
+    cache = SessionCache([LayerSpec("DynamicLayer")], bucket=8)
     cache.begin(4, buckets=False)
     for wrong in ((1, 0), (0, 4), (0, 0)):
         with pytest.raises(AssertionError):

@@ -10,13 +10,14 @@ must answer `get_max_length` (newer) or `get_max_cache_shape` (older), and state
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -25,9 +26,11 @@ from dflash.errors import MissingExtra, UnsupportedModel
 __all__ = [
     "Cache",
     "CacheLayerMixin",
+    "LayerSpec",
+    "LinearAttentionCacheLayerMixin",
     "cache_argument",
     "check_transformers",
-    "layer_state_names",
+    "layer_specs",
     "text_config",
     "use_grouped_attention",
 ]
@@ -82,13 +85,55 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return config
 
 
-def layer_state_names(config: PreTrainedConfig) -> list[str]:
-    """Class name of the state that Transformers itself would keep for each layer, in layer order.
+@dataclass(frozen=True)
+class LayerSpec:
+    """What Transformers would keep for one layer, and which attention mask the layer reads."""
+
+    state: str
+    """Name of the library's class of the layer's state."""
+    mask: str | None = "full_attention"
+    """Key of the layer's mask, where a model takes several; None: the layer does not attend."""
+    window: int | None = None
+    """Keys that a row sees at most, itself included (of a chunk: its length); None = all before it."""
+    num_states: int = 1
+    """Recurrent states and convolution windows of the layer."""
+
+
+_MASK_OF_LAYER = {
+    "linear_attention": None,
+    "conv": None,
+    "moe": None,
+    "mlp": None,
+    "hybrid": "full_attention",
+    "hybrid_sliding": "sliding_attention",
+}
+"""Layer types whose mask has another name, or that have none."""
+
+
+def layer_specs(config: PreTrainedConfig) -> list[LayerSpec]:
+    """The state that Transformers itself would keep for each layer, in layer order.
 
     This is the library's own knowledge of the model (layer types, windows, shared caches), so a new kind of state
     shows up under a name that we do not know instead of passing for a full cache.
     """
-    return [type(layer).__name__ for layer in DynamicCache(config=config).layers]
+    specs = []
+    types = getattr(config, "layer_types", None)
+    one_type = "full_attention"
+    if getattr(config, "sliding_window", None) is not None:
+        one_type = "sliding_attention"
+    elif getattr(config, "attention_chunk_size", None) is not None:
+        one_type = "chunked_attention"
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        layer_type = types[index] if types is not None else one_type
+        specs.append(
+            LayerSpec(
+                type(layer).__name__,
+                _MASK_OF_LAYER.get(layer_type, layer_type),
+                getattr(layer, "sliding_window", None),
+                getattr(layer, "number_of_states", 1),
+            )
+        )
+    return specs
 
 
 def use_grouped_attention(model: PreTrainedModel) -> bool:

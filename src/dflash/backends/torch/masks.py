@@ -1,15 +1,57 @@
 """Additive attention masks of the rows that a verify forward feeds: which keys each row sees.
 
-Knows positions of rows and keys; does not know how keys are stored or what is computed with the mask.
+Knows positions of rows and keys and that layers differ in what they see; does not know how keys are stored or what is
+computed with the mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
+from dflash.backends.torch.compat import LayerSpec
+from dflash.backends.torch.state import SessionCache
 from dflash.core.tree import ancestor_matrix
+from dflash.types import Proposal
+
+ModelMask: TypeAlias = torch.Tensor | dict[str, torch.Tensor | None] | None
+"""What a model takes: one mask for all layers that attend, or one per type of layer."""
+
+
+class SessionMasks:
+    """The masks of one session's forwards, in the form that its model takes."""
+
+    def __init__(self, specs: Sequence[LayerSpec], device: torch.device, dtype: torch.dtype) -> None:
+        self._block = BlockMask(device, dtype)
+        self._layers: dict[str, int] = {}
+        """Mask key -> the first layer that stores keys for it."""
+        for index, spec in enumerate(specs):
+            if spec.mask is not None and spec.state != "DummyLayer":
+                self._layers.setdefault(spec.mask, index)
+        self._windows = {mask: specs[index].window for mask, index in self._layers.items()}
+
+    def of(self, cache: SessionCache, num_rows: int, proposal: Proposal) -> ModelMask:
+        """For a forward of `proposal` that `cache` has begun. Of the `num_rows` rows those behind the proposal's are
+        padding, and those behind the fed ones have no key."""
+        span = cache.span
+        full = self._block.rows(span.start, num_rows, span.num_keys, span.capacity)
+        if proposal.parents is not None:
+            full = tree_mask(full, span.start, proposal.parents)
+        positions = row_positions(span.start, num_rows, proposal)
+        masks: dict[str, torch.Tensor | None] = {}
+        for mask, layer in self._layers.items():
+            window = self._windows[mask]
+            if window is None:
+                masks[mask] = full
+                continue
+            returned = cache.get_mask_sizes(span.num_rows, layer)
+            chunked = mask == "chunked_attention"
+            masks[mask] = window_mask(full, positions, span.start, returned, window, chunked=chunked)
+        if len(masks) > 1:
+            return {**masks, "linear_attention": None, "conv": None}
+        return next(iter(masks.values()), None)
 
 
 class BlockMask:
@@ -45,6 +87,14 @@ class BlockMask:
         self._start = start
 
 
+def row_positions(start: int, num_rows: int, proposal: Proposal) -> Sequence[int]:
+    """Positions of a forward's rows: one after the other, or in a tree by depth. Padding rows have some position."""
+    if proposal.parents is None:
+        return range(start, start + num_rows)
+    depths = proposal.depths()
+    return [start + depth for depth in (*depths, *[0] * (num_rows - len(depths)))]
+
+
 def tree_mask(
     mask: torch.Tensor,  # [1, 1, rows, keys], causal
     start: int,
@@ -58,3 +108,36 @@ def tree_mask(
     block = mask[0, 0, :, start : start + num_rows]  # narrower at the end of the storage
     block.fill_(torch.finfo(mask.dtype).min).masked_fill_(seen[:, : block.shape[1]], 0)
     return mask
+
+
+def window_mask(
+    full: torch.Tensor,  # [1, 1, rows, keys], of a layer that sees the whole context
+    positions: Sequence[int],  # of the rows
+    start: int,
+    returned: tuple[int, int],
+    window: int,
+    *,
+    chunked: bool = False,
+) -> torch.Tensor:
+    """The mask of a layer with a window: what `full` shows, less the keys that lie too far back.
+
+    Args:
+        full: key t of the text is its column t; row i's own key is column start + i.
+        positions: of a tree's rows by depth, else start, start + 1 ...
+        returned: (keys that the layer returns, position of the first one; negative: keys in front of the text).
+        window: keys that a row sees at most, itself included; with `chunked` the length of the chunks into which
+            positions are cut, beyond whose borders nobody sees.
+
+    Returns: [1, 1, rows, keys returned].
+    """
+    num_keys, first = returned
+    num_rows = full.shape[2]
+    mask = full.new_full((1, 1, num_rows, num_keys), torch.finfo(full.dtype).min)
+    begin, end = max(first, 0), min(first + num_keys, full.shape[3])
+    mask[..., begin - first : end - first] = full[..., begin:end]
+    at = torch.tensor(positions, device=full.device)
+    key_positions = torch.arange(first, first + num_keys, device=full.device)
+    own = key_positions[start - first : start - first + num_rows]  # narrower where surplus rows have no key
+    own.copy_(at[: len(own)])
+    near = at[:, None] // window == key_positions // window if chunked else at[:, None] - key_positions < window
+    return mask.masked_fill_(~near, torch.finfo(full.dtype).min)

@@ -13,18 +13,16 @@ and no mask: the fastest form, to which all speed-ups refer.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from dflash.backends.torch import compat
-from dflash.backends.torch.masks import BlockMask, tree_mask
+from dflash.backends.torch.masks import ModelMask, SessionMasks, row_positions
 from dflash.backends.torch.packing import KernelChoice, kernel_choice
 from dflash.backends.torch.state import SessionCache, check_states
+from dflash.backends.torch.taps import TapRecorder, concatenate, tapped_layers
 from dflash.errors import PairError, PromptError, UnsupportedModel
 from dflash.types import Proposal, Verdict
 
@@ -75,30 +73,32 @@ class TorchTarget:
         config = compat.text_config(model)
         self.model = model
         self.cache_argument = compat.cache_argument(model)
-        self.state_names = tuple(compat.layer_state_names(config))
+        self.layer_specs = tuple(compat.layer_specs(config))
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.num_layers: int = config.num_hidden_layers
         self.max_length = _context_length(model)
-        self.device: torch.device = model.device
+        self._embedding = model.get_input_embeddings()
+        self.device = self.embed_weight.device
         self.dtype: torch.dtype = model.dtype
         self.taps = tuple(taps)
         self.exact_width = exact_width
         self.prefill_chunk = prefill_chunk
-        check_states(self.state_names, type(model).__name__)
+        check_states(self.layer_specs, type(model).__name__)
         self._check_taps()
         self.attention_rows = ATTENTION_ROWS if compat.use_grouped_attention(model) else 1
+        if any(spec.mask == "indexed_attention" for spec in self.layer_specs):
+            self.attention_rows = 1  # the indexer adds the mask to scores of exactly the fed rows
         self.kernels = kernel_choice(model) or KernelChoice()
         self.packs_single = packs_single
         model.eval()
-        self._embedding = model.get_input_embeddings()
         self._head = model.get_output_embeddings()
         if self._head is None:
             raise UnsupportedModel(f"{type(model).__name__} has no language-model head; load it as a causal LM.")
         # Rows beyond the context are padding only; they repeat the last position.
         positions = torch.arange(self.max_length + exact_width, device=self.device)
         self.positions = positions.clamp_(max=self.max_length - 1)[None]  # [1, max_length + exact_width]
-        self.recorder = TapRecorder(_tapped_layers(model, self.taps))
+        self.recorder = TapRecorder(tapped_layers(model, self.taps))
 
     def _check_taps(self) -> None:
         for tap in self.taps:
@@ -160,19 +160,14 @@ class TorchTargetSession:
         self._exact = exact
         self._features = features and bool(target.taps)
         self._least_width = target.exact_width if exact else 1
-        self._cache = SessionCache(target.state_names)
-        self._mask = BlockMask(target.device, target.dtype)
-        self._num_fed = 0  # rows that the last verify fed and nobody has committed yet
+        self._cache = SessionCache(target.layer_specs)
+        self._masks = SessionMasks(target.layer_specs, target.device, target.dtype)
+        self._fed: list[int] = []  # tokens that the last verify fed and nobody has committed yet
 
     @property
     def max_length(self) -> int:
         """Context limit in tokens (prompt + output)."""
         return self._target.max_length
-
-    @property
-    def supports_trees(self) -> bool:
-        """Whether every layer state can hold branches."""
-        return self._cache.supports_trees
 
     @property
     def num_tokens(self) -> int:
@@ -184,9 +179,15 @@ class TorchTargetSession:
         """Keys that the state holds without growing."""
         return self._cache.capacity
 
-    def return_at_least(self, num_keys: int) -> None:
-        """Let exact forwards attend over at least `num_keys` keys, as they will late in a long text (the probe)."""
-        self._cache.return_at_least(num_keys)
+    @property
+    def supports_trees(self) -> bool:
+        """Whether every layer state can hold branches."""
+        return self._cache.supports_trees
+
+    def return_at_least(self, num_keys: int, lead: int = 0) -> None:
+        """Let exact forwards attend over at least `num_keys` keys, as they will late in a long text, and layers with a
+        window over `lead` more in front; the latter before the first token is fed (the probe)."""
+        self._cache.return_at_least(num_keys, lead)
 
     @torch.inference_mode()
     def prefill(self, prompt_ids: Sequence[int]) -> Verdict:
@@ -212,11 +213,11 @@ class TorchTargetSession:
             # Without a mask Transformers makes its own, and the first chunk runs the kernel for causal attention.
             logits, rows = self._forward(chunk, None, logits_to_keep=1)
             if features is not None:
-                _concatenate(rows, out=features[start : start + chunk.shape[1]])
+                features[start : start + chunk.shape[1]] = concatenate(rows, target.device)
             cache.commit(range(chunk.shape[1]))
         assert logits is not None
-        self._num_fed = 0
-        return Verdict(logits[0], features)
+        self._fed = []
+        return Verdict(logits[0, -1:], features)
 
     @torch.inference_mode()
     def verify(self, anchor: int, proposal: Proposal) -> Verdict:
@@ -225,38 +226,31 @@ class TorchTargetSession:
         Returns:
             logits [rows, V]; features [rows, taps x hidden] or None without taps; rows = len(proposal.tokens) + 1.
         """
-        target, cache = self._target, self._cache
         ids = [anchor, *proposal.tokens]
-        num_fed = len(ids)
-        depths = None if proposal.parents is None else proposal.depths()
-        longest = num_fed if depths is None else max(depths) + 1
-        assert 0 < cache.num_tokens <= target.max_length - longest, "verify needs a prompt and room in the context"
-        width = max(num_fed, self._least_width)
-        ids += [anchor] * (width - num_fed)
-        num_keys = cache.begin(width, buckets=self._exact)
-        mask = None
-        if self._exact or width > 1:
-            num_rows = max(width, target.attention_rows) if self._exact else width
-            mask = self._mask.rows(cache.num_tokens, num_rows, num_keys, cache.capacity)
-            if proposal.parents is not None:
-                mask = tree_mask(mask, cache.num_tokens, proposal.parents)
-        logits, rows = self._forward(torch.tensor([ids], device=target.device), mask, depths)
-        self._num_fed = num_fed
-        features = _concatenate(rows)[:num_fed] if self._features else None
-        return Verdict(logits[0, :num_fed], features)
+        room = self.max_length - max(proposal.depths()) - 1
+        assert 0 < self._cache.num_tokens <= room, "verify needs a prompt and room in the context"
+        assert proposal.parents is None or self.supports_trees
+        logits, rows = self._feed(anchor, proposal)
+        self._fed = ids
+        features = concatenate(rows, self._target.device)[: len(ids)] if self._features else None
+        return Verdict(logits[0, : len(ids)], features)
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
         """Keep the rows `path` (ascending; empty = none) of those that the last `verify` fed, drop the rest."""
-        assert not path or path[-1] < self._num_fed, (path, self._num_fed)
+        assert not path or path[-1] < len(self._fed), (path, len(self._fed))
+        if not self._cache.keeps(path):
+            anchor, *accepted = [self._fed[row] for row in path]
+            self._feed(anchor, Proposal(tuple(accepted)), pad=False)
+            path = range(len(path))
         self._cache.commit(path)
-        self._num_fed = 0
+        self._fed = []
 
     def close(self) -> None:
         """Free the state; the session is empty afterwards."""
         self._cache.free()
-        self._mask = BlockMask(self._target.device, self._target.dtype)
-        self._num_fed = 0
+        self._masks = SessionMasks(self._target.layer_specs, self._target.device, self._target.dtype)
+        self._fed = []
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
         if not len(prompt_ids):
@@ -267,95 +261,41 @@ class TorchTargetSession:
                 f"the prompt has {total} tokens, but the target's context holds {self.max_length}: shorten it."
             )
 
+    def _feed(self, anchor: int, proposal: Proposal, *, pad: bool = True) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Feed rows behind the committed tokens, in exact mode in a forward of the shape that it needs."""
+        target, cache = self._target, self._cache
+        ids = [anchor, *proposal.tokens]
+        width = max(len(ids), self._least_width if pad else 1)
+        cache.begin(width, buckets=self._exact)
+        mask: ModelMask = None
+        if self._exact or width > 1:
+            num_rows = max(width, target.attention_rows) if self._exact else width
+            mask = self._masks.of(cache, num_rows, proposal)
+        ids += [anchor] * (width - len(ids))
+        positions = None
+        if proposal.parents is not None:
+            positions = torch.tensor([row_positions(cache.num_tokens, width, proposal)], device=target.device)
+        return self._forward(torch.tensor([ids], device=target.device), mask, positions)
+
     def _forward(
         self,
         ids: torch.Tensor,  # [1, rows]
-        mask: torch.Tensor | None,  # [1, 1, rows or more, keys]
-        depths: Sequence[int] | None = None,  # of a tree's rows, padding left out; None = a chain
+        mask: ModelMask,  # rows or more
+        positions: torch.Tensor | None = None,  # [1, rows]; None = one after the other
         **options: int,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """One forward at the committed length; returns logits [1, rows, V] and one [1, rows, H] per tap."""
         target, start = self._target, self._cache.num_tokens
-        arguments = {target.cache_argument: self._cache, **options}
+        arguments = {target.cache_argument: self._cache, "attention_mask": mask, "use_cache": True, **options}
         target.kernels.packs_single = self._exact or target.packs_single
-        position_ids = target.positions[:, start : start + ids.shape[1]]
-        if depths is not None:
-            padded = [*depths, *[0] * (ids.shape[1] - len(depths))]
-            position_ids = torch.tensor([padded], device=ids.device) + start
+        if positions is None:
+            positions = target.positions[:, start : start + ids.shape[1]]
         if not self._features:
-            output = target.model(
-                input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=True, **arguments
-            )
-            return output.logits, []
+            output = target.model(input_ids=ids, position_ids=positions, **arguments)
+            return output.logits.to(target.device), []
         with target.recorder.recording() as rows:
-            output = target.model(
-                input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=True, **arguments
-            )
-        return output.logits, rows
-
-
-class TapRecorder:
-    """Keeps the outputs of some decoder layers while it is recording; its hooks do nothing otherwise.
-
-    The hooks stay on the layers until `close`: adding and removing them per forward would race with another thread that
-    runs the same model. What is recorded belongs to the recording thread.
-    """
-
-    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
-        self._local = threading.local()
-        self._handles = [self._attach(slot, layer) for slot, layer in enumerate(layers)]
-
-    def _attach(self, slot: int, layer: torch.nn.Module) -> RemovableHandle:
-        local = self._local
-
-        def record(module: torch.nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-            rows: dict[int, torch.Tensor] | None = getattr(local, "rows", None)
-            if rows is not None:  # some families return tuples
-                rows[slot] = output[0] if isinstance(output, tuple) else output
-
-        return layer.register_forward_hook(record)
-
-    @contextmanager
-    def recording(self) -> Iterator[list[torch.Tensor]]:
-        """Record this thread's forwards inside the block; afterwards the list holds one output per layer, in order."""
-        outputs: list[torch.Tensor] = []
-        rows: dict[int, torch.Tensor] = {}
-        self._local.rows = rows
-        try:
-            yield outputs
-            assert len(rows) == len(self._handles), "close() was called, or a tapped layer did not run"
-            outputs.extend(rows[slot] for slot in range(len(rows)))
-        finally:
-            self._local.rows = None
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-
-
-def _concatenate(rows: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """Tap outputs, each [1, rows, H], side by side as [rows, taps x H]."""
-    if len(rows) == 1 and out is None:
-        return rows[0][0]
-    return torch.cat([row[0] for row in rows], dim=-1, out=out)
-
-
-def _tapped_layers(model: PreTrainedModel, taps: Sequence[int]) -> list[torch.nn.Module]:
-    """Decoder layers with the ids `taps`.
-
-    Raises:
-        UnsupportedModel: the decoder does not keep its layers in a list called `layers`.
-    """
-    if not taps:
-        return []
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, torch.nn.ModuleList):
-        raise UnsupportedModel(
-            f"the decoder of {type(model).__name__} has no list `layers` to tap; "
-            "this version cannot use a draft with it."
-        )
-    return [layers[tap] for tap in taps]
+            output = target.model(input_ids=ids, position_ids=positions, **arguments)
+        return output.logits.to(target.device), rows
 
 
 def _context_length(model: PreTrainedModel) -> int:

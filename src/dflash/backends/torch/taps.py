@@ -1,0 +1,80 @@
+"""Taps: the outputs of some decoder layers, recorded while a forward of ours runs.
+
+Knows where a model keeps its layers and what their outputs look like; does not know what reads the features.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from dflash.errors import UnsupportedModel
+
+
+class TapRecorder:
+    """Keeps the outputs of some decoder layers while it is recording; its hooks do nothing otherwise.
+
+    The hooks stay on the layers until `close`: adding and removing them per forward would race with another thread that
+    runs the same model. What is recorded belongs to the recording thread.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        self._local = threading.local()
+        self._handles = [self._attach(slot, layer) for slot, layer in enumerate(layers)]
+
+    def _attach(self, slot: int, layer: torch.nn.Module) -> RemovableHandle:
+        local = self._local
+
+        def record(module: torch.nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+            rows: dict[int, torch.Tensor] | None = getattr(local, "rows", None)
+            if rows is not None:  # some families return tuples
+                rows[slot] = output[0] if isinstance(output, tuple) else output
+
+        return layer.register_forward_hook(record)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[torch.Tensor]]:
+        """Record this thread's forwards inside the block; afterwards the list holds one output per layer, in order."""
+        outputs: list[torch.Tensor] = []
+        rows: dict[int, torch.Tensor] = {}
+        self._local.rows = rows
+        try:
+            yield outputs
+            assert len(rows) == len(self._handles), "close() was called, or a tapped layer did not run"
+            outputs.extend(rows[slot] for slot in range(len(rows)))
+        finally:
+            self._local.rows = None
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def concatenate(rows: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Tap outputs, each [1, rows, H] on its layer's device, side by side on `device` as [rows, taps x H]."""
+    if len(rows) == 1:
+        return rows[0][0].to(device)
+    return torch.cat([row[0].to(device) for row in rows], dim=-1)
+
+
+def tapped_layers(model: PreTrainedModel, taps: Sequence[int]) -> list[torch.nn.Module]:
+    """Decoder layers with the ids `taps`.
+
+    Raises:
+        UnsupportedModel: the decoder does not keep its layers in a list called `layers`.
+    """
+    if not taps:
+        return []
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
+        raise UnsupportedModel(
+            f"the decoder of {type(model).__name__} has no list `layers` to tap; "
+            "this version cannot use a draft with it."
+        )
+    return [layers[tap] for tap in taps]
