@@ -8,6 +8,7 @@
     │   ├── UnsupportedModel     a model that this version cannot decode losslessly
     │   ├── CheckpointError      a draft or training checkpoint that is damaged or contradicts itself
     │   └── PairError            a draft that does not belong to this target
+    ├── EngineError          a serving engine that does not start, or ends by itself
     └── MissingExtra         an optional package is needed; the message gives the install command
 
 The command line turns each of them into one line on standard error and exit code 2. Violations of our
@@ -45,6 +46,10 @@ class CheckpointError(ModelError):
 
 class PairError(ModelError):
     """A draft that does not belong to this target."""
+
+
+class EngineError(DFlashError):
+    """A serving engine does not start, or ended by itself."""
 
 
 class MissingExtra(DFlashError):

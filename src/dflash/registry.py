@@ -84,6 +84,12 @@ BENCH_BACKENDS: Mapping[str, str] = MappingProxyType(
 """What `dflash bench` can measure -> "module:attribute" that opens it (`bench/protocol.py`), imported on use."""
 
 
+LAUNCHERS: Mapping[str, str] = MappingProxyType(
+    {"vllm": "dflash.launch.vllm:plan", "sglang": "dflash.launch.sglang:plan"}
+)
+"""Serving engine -> "module:attribute" of what turns a request into its command, imported on use."""
+
+
 def load_attribute(reference: str) -> Any:
     """Import "module:attribute" of one of the tables above."""
     module, _, attribute = reference.partition(":")

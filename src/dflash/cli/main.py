@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "chat": "dflash.cli.chat:chat",
     "prepare": "dflash.cli.prepare:prepare",
     "train": "dflash.cli.train:train",
+    "launch": "dflash.cli.launch:launch",
 }
 """Verb -> "module:function", in the order of the help page. A new verb is one file and one line here."""
 
