@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dflash
-from dflash.backends.torch.draft_model import load_draft
+from dflash.backends.torch.draft_loading import load_draft
 from dflash.core.draft_config import WEIGHTS_FILE
 from dflash.registry import DRAFTS, TARGETS
 

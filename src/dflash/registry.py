@@ -70,7 +70,30 @@ DRAFTS: Mapping[str, ShippedDraft] = MappingProxyType(
 )
 """Built-in draft name -> where it lies and which targets it serves."""
 
-DRAFTERS: Mapping[str, str] = MappingProxyType({"dflash": "dflash.backends.torch.drafters.dflash:DFlashDrafter"})
+DIALECTS: Mapping[str, str] = MappingProxyType(
+    {
+        "speculators": "dflash.core.dialects.speculators:DIALECT",
+        "refused": "dflash.core.dialects.refused:DIALECT",
+        "modelopt": "dflash.core.dialects.modelopt:DIALECT",
+        "specforge": "dflash.core.dialects.specforge:DIALECT",
+        "lfm2": "dflash.core.dialects.lfm2:DIALECT",
+        "nemotron": "dflash.core.dialects.nemotron:DIALECT",
+        "deepspec": "dflash.core.dialects.deepspec:DIALECT",
+        "transformers": "dflash.core.dialects.transformers:DIALECT",
+        "dflash2": "dflash.core.dialects.dflash2:DIALECT",
+        "z-lab": "dflash.core.dialects.zlab:DIALECT",
+    }
+)
+"""Layout of a draft checkpoint -> "module:attribute" of its `Dialect`, in the order of asking: the first that
+recognises a folder reads it, the last takes what is left."""
+
+DRAFTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "dflash": "dflash.backends.torch.drafters.dflash:DFlashDrafter",
+        "dflash2": "dflash.backends.torch.drafters.dflash2:DFlash2Drafter",
+        "dspark": "dflash.backends.torch.drafters.dspark:DSparkDrafter",
+    }
+)
 """Kind of draft -> "module:attribute" of its drafter, imported on use."""
 
 BACKENDS: Mapping[str, str] = MappingProxyType({"torch": "dflash.backends.torch.engine:load"})

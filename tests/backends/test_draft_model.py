@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash.backends.torch.draft_model import ContextKV, DraftLayer, DraftModel, load_draft
+from dflash.backends.torch.draft_loading import load_draft
+from dflash.backends.torch.draft_model import ContextKV, DraftLayer, DraftModel
 from dflash.core.draft_config import CONFIG_FILE, WEIGHTS_FILE
 from dflash.errors import CheckpointError
 from dflash.train.mask import dense_mask
@@ -130,7 +131,7 @@ def inference_forward(
         for kept, new in zip(storage, draft.project_context(features_SF[None, part], part[None]), strict=True):
             kept.keys_NKSD[:, :, part], kept.values_NKSD[:, :, part] = new.keys_NKSD, new.values_NKSD
     end = anchor + block if spare else anchor
-    contexts = [ContextKV(k[:, :, :end], v[:, :, :end], block if spare else 0) for k, v, _ in storage]
+    contexts = [ContextKV(k[:, :, :end], v[:, :, :end], block if spare else 0) for k, v, *_ in storage]
     out: Tensor = draft(embedded_BH[None, None], torch.tensor([[anchor]]), contexts)
     return out[0, 0]
 
@@ -254,7 +255,11 @@ NORM, FC, QUERY = "norm.weight", "fc.weight", "layers.1.self_attn.q_proj.weight"
     [
         (lambda t: t.pop(QUERY), r"lacks layers\.1\.self_attn\.q_proj\.weight"),
         (lambda t: t.update(extra=torch.ones(1)), "has extra"),
-        (lambda t: t.update({"layers.0.self_attn.q_proj.bias": torch.ones(32)}), r"q_proj\.bias.*not part of a v1"),
+        (
+            lambda t: t.update({"layers.0.self_attn.q_proj.bias": torch.ones(32)}),
+            "attention_bias to false, but the weights",
+        ),
+        (lambda t: t.update({"layers.0.self_attn.r_proj.bias": torch.ones(32)}), r"r_proj\.bias.*not part of it"),
         (lambda t: t[QUERY].fill_(torch.nan), "NaN"),
         (lambda t: t[NORM][3:4].fill_(torch.inf), r"norm\.weight holds NaN or infinity"),
         (lambda t: t.update({NORM: torch.ones(5)}), r"norm\.weight has shape \[5\], not \[32\]"),
@@ -302,6 +307,8 @@ def test_shape_that_contradicts_the_config(tmp_path: Path) -> None:
     """Guards against a config.json of another draft beside these weights."""
     folder = save_draft(tmp_path / "draft")
     raw = json.loads((folder / CONFIG_FILE).read_text())
-    (folder / CONFIG_FILE).write_text(json.dumps(raw | {"num_hidden_layers": 3}))
-    with pytest.raises(CheckpointError, match=r"lacks layers\.2"):
-        load_draft(folder, CPU, torch.float32)
+    for number in (3, 10**7):  # the second must not take ten million steps to be refused
+        kinds = {"layer_types": ["full_attention"] * 3} if number == 3 else {"layer_types": None}
+        (folder / CONFIG_FILE).write_text(json.dumps(raw | {"num_hidden_layers": number} | kinds))
+        with pytest.raises(CheckpointError, match=r"lacks layers\.2|not plausible"):
+            load_draft(folder, CPU, torch.float32)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash.backends.torch.draft_model import load_draft
+from dflash.backends.torch.draft_loading import load_draft
 from dflash.backends.torch.gguf import convert_in_child, converted_folder
 from dflash.backends.torch.loading import (
     choose_device,

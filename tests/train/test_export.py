@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash.backends.torch.draft_model import load_draft
+from dflash.backends.torch.draft_loading import load_draft
 from dflash.train.trainer import run_training
 from tests.train.toy import make_pair, metrics, recipe, run
 

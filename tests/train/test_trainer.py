@@ -19,7 +19,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
-from dflash.backends.torch.draft_model import load_draft
+from dflash.backends.torch.draft_loading import load_draft
 from dflash.backends.torch.drafters.dflash import DFlashDrafter
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget

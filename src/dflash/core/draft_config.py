@@ -1,67 +1,59 @@
-"""What a draft checkpoint says about itself, read once into one frozen description.
+"""The resolved description of a draft network: every dialect of checkpoint ends in this one form.
 
-The z-lab v1 layout is read here (flat and nested `dflash_config`). A value is looked up in `dflash_config`
-first, then at the top level; if both exist and differ the file contradicts itself and is refused. Nothing
-that changes the mathematics has a default: a missing tap list, mask id or rope theta is an error, since a wrong
-guess loads cleanly and only costs speed. Further dialects become one reader each beside this one.
+Knows what the numbers mean and which of them contradict one another; does not know how any file spells them
+(`core/dialects/`) nor which tensors they ask for (`core/draft_tensors.py`). Nothing that changes the mathematics has a
+default that a reader could fall back to: where a field has one here, it means "this network does not have that".
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from dflash.errors import CheckpointError, UnsupportedModel
+from dflash.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 ARCHITECTURE = "DFlashDraftModel"
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+MAX_BLOCK_SIZE = 1024
+"""No draft comes near it; a file that says more is damaged or hostile, and the block is allocated from this number."""
 
-_NESTED = "dflash_config"
-_NOT_V1: Mapping[str, str] = {
-    "speculators_config": "a Speculators checkpoint",
-    "speculators_model_type": "a Speculators checkpoint",
-    "dspine_config": "a DSpine draft",
-    "markov_rank": "a DSpark draft",
-    "conv_kernel_size": "a DFlash 2 draft",
-    "selector_rank": "a DFlash 2 draft",
-    "projector_type": "a DSpark or Domino draft",
-}
 
-_SWITCHES: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "attention_bias": ((None, False), "biases in its attention"),
-    "is_causal": ((None, False), "a causal block"),
-    "causal": ((None, False), "a causal block"),
-    "dflash_query_causal": ((None, False), "a causal block"),
-    "sample_from_anchor": ((None, False), "an anchor slot that predicts"),
-    "shift_label": ((None, False), "an anchor slot that predicts"),
-    "logits_start": ((None, 1), "an anchor slot that predicts"),
-    "use_sliding_window": ((None, False), "sliding-window layers"),
-    "use_swa": ((None, False), "sliding-window layers"),
-    "input_embedding_scale": ((None, 1), "scaled input embeddings"),
-    "output_multiplier": ((None, 1), "scaled logits"),
-    "attention_sink_bias": ((None, False), "attention sinks"),
-    "add_swa_attention_sink_bias": ((None, False), "attention sinks"),
-    "attention_value_scale": ((None, 1), "scaled attention values"),
-    "log_snr_conditioning": ((None, False), "noise-level embeddings"),
-    "rope_is_neox_style": ((None, True), "interleaved rotary embedding"),
-    "is_neox_style": ((None, True), "interleaved rotary embedding"),
-    "hidden_act": ((None, "silu"), "another activation than silu"),
-}
-"""Keys that change the mathematics: the values under which this version's network is the right one, and what any other
-value asks for. They count at both levels (formats differ in where they put them)."""
+@dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """What the block rows of one draft layer may see."""
+
+    window: int | None = None
+    """W: the row at position p sees context rows with p - t < W (itself counted); None = all of them."""
+    causal: bool = False
+    """Whether slot i sees only slots <= i of its block; False = the whole block."""
+    sinks: bool = False
+    """Whether each head has a learned logit that takes part in the softmax and carries no value."""
+
+
+FULL_ATTENTION = LayerAttention()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """Rotary frequencies stretched to a longer context (arXiv:2309.00071)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    """Multiplies cos and sin, at every position."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """The resolved description of a DFlash v1 draft network (arXiv:2602.06036 §3)."""
+    """A DFlash (arXiv:2602.06036), DFlash 2 or DSpark (arXiv:2607.05147) draft network."""
 
     hidden_size: int
-    """H: width of draft, target embedding and head."""
+    """H: width of the draft; also of the target's embedding and head, where the draft borrows them."""
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -72,282 +64,201 @@ class DraftConfig:
     vocab_size: int
     """V of the target."""
     block_size: int
-    """B: slots per block, anchor slot included; a block proposes at most B - 1 tokens."""
+    """B: slots per block, anchor slot included; a block proposes B - 1 tokens, or B if the anchor slot predicts."""
     mask_token_id: int
-    """Id whose target embedding fills the mask slots; never proposed."""
+    """Id whose embedding fills the mask slots; never proposed."""
     target_layer_ids: tuple[int, ...]
     """Taps: z means the output of decoder layer z (Transformers' hidden_states[z + 1])."""
     num_target_layers: int | None = None
     """Layer count of the target, where the file states it (checked against the target)."""
+    target_hidden_size: int | None = None
+    """Width of each tap where it is not `hidden_size`."""
     draft_vocabulary_file: str | None = None
     """Our extension: JSON list of target ids; the draft scores only these rows of the target's head. Other
     engines ignore it and use the full head with the same weights."""
 
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
-            self._require_positive(name)
-        for name in ("intermediate_size", "vocab_size", "rms_norm_eps", "rope_theta"):
-            self._require_positive(name)
-        if self.head_dim % 2:
-            raise CheckpointError(f"head_dim is {self.head_dim}: rotary embedding turns pairs, so it must be even.")
-        if self.block_size < 2:
-            raise CheckpointError(
-                f"block_size is {self.block_size}: a block needs the anchor and at least one draft slot (>= 2). "
-                "Correct it in the draft's config.json."
-            )
-        if not self.target_layer_ids:
-            raise CheckpointError("target_layer_ids is empty; write the tapped layers the draft was trained with.")
-        ids = self.target_layer_ids
-        if any(layer < 0 for layer in ids) or any(b <= a for a, b in pairwise(ids)):
-            raise CheckpointError(
-                f"target_layer_ids must be increasing layer numbers from 0, not {list(ids)}; the order is baked "
-                "into fc, so it has to be the one used in training."
-            )
-        if self.num_target_layers is not None and ids[-1] >= self.num_target_layers:
-            raise CheckpointError(f"tap {ids[-1]} does not exist in a target of {self.num_target_layers} layers.")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise CheckpointError(
-                f"mask_token_id {self.mask_token_id} lies outside the vocabulary of {self.vocab_size} tokens."
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise CheckpointError(
-                f"num_attention_heads {self.num_attention_heads} must be a multiple of num_key_value_heads "
-                f"{self.num_key_value_heads}; correct the draft's config.json."
-            )
+    anchor_predicts: bool = False
+    """False: slot i >= 1 predicts position n + i. True: slot i >= 0 predicts position n + i + 1."""
+    layer_attention: tuple[LayerAttention, ...] = ()
+    """One per layer; () = every layer sees all context rows and its whole block."""
+    window_from_anchor: bool = False
+    """True: all slots of a block see the same context rows, t >= anchor - W (Speculators); one row more than slot 0
+    sees otherwise."""
+    attention_bias: bool = False
+    """Whether q, k, v and o projections have biases."""
+    sliding_rope_theta: float | None = None
+    """Theta of the layers with a window, where it is another one."""
+    yarn: Yarn | None = None
+    rope_interleaved: bool = False
+    """Rotary pairs are neighbours (2d, 2d + 1) instead of (d, d + D/2)."""
+    input_embedding_scale: float = 1.0
+    """Factor on the raw embedding rows that enter the block."""
+    output_multiplier: float = 1.0
+    """Factor on the logits, before the cap."""
+    final_logit_softcapping: float | None = None
+    """c: logits become c * tanh(logits / c)."""
 
-    def _require_positive(self, name: str) -> None:
-        value: float = getattr(self, name)
-        if not 0 < value < float("inf"):
-            raise CheckpointError(f"{name} must be positive, not {value}; correct the draft's config.json.")
+    owns_embedding: bool = False
+    """Whether the checkpoint has its own embedding [V, H]; else the target's is used."""
+    owns_head: bool = False
+    """Whether the checkpoint has its own head [V_draft, H]; else the target's is used."""
+    draft_vocab_size: int | None = None
+    """V_draft of an own head that scores a part of the vocabulary; None = all of it."""
+
+    conv_kernel_size: int = 0
+    """DFlash 2: taps of the dynamic convolution around each sublayer; 0 = none."""
+    conv_group_size: int = 0
+    """DFlash 2: channels that share a dynamic kernel."""
+    selector_rank: int = 0
+    """DFlash 2: width of the candidate selector's codes; 0 = no selector."""
+    selector_top_k: int = 0
+    """DFlash 2: candidates per slot."""
+    markov_rank: int = 0
+    """DSpark: width of the Markov head; 0 = none."""
+    markov_head: str = ""
+    """DSpark: "vanilla", "gated" or "rnn"."""
+    confidence_head: bool = False
+    """DSpark: whether a head predicts the acceptance of each slot."""
+    confidence_with_markov: bool = False
+    """DSpark: whether that head reads the predecessor's Markov code too."""
+
+    def __post_init__(self) -> None:
+        # One spelling of the plain case, so that equal networks have equal descriptions.
+        if all(layer == FULL_ATTENTION for layer in self.layer_attention):
+            object.__setattr__(self, "layer_attention", ())
+        if self.target_hidden_size == self.hidden_size:
+            object.__setattr__(self, "target_hidden_size", None)
+        if self.draft_vocab_size == self.vocab_size:
+            object.__setattr__(self, "draft_vocab_size", None)
+        if self.sliding_rope_theta == self.rope_theta:
+            object.__setattr__(self, "sliding_rope_theta", None)
+        _check_sizes(self)
+        _check_block(self)
+        _check_taps(self)
+        _check_attention(self)
+        _check_heads(self)
+
+    @property
+    def kind(self) -> str:
+        """Name of the drafter that runs it: "dflash", "dflash2" or "dspark"."""
+        if self.markov_rank or self.confidence_head:
+            return "dspark"
+        return "dflash2" if self.conv_kernel_size or self.selector_rank else "dflash"
+
+    @property
+    def tap_width(self) -> int:
+        """Width of one tap: the target's hidden size."""
+        return self.target_hidden_size or self.hidden_size
 
     @property
     def fc_in_features(self) -> int:
         """Width of the concatenated taps of one token."""
-        return len(self.target_layer_ids) * self.hidden_size
+        return len(self.target_layer_ids) * self.tap_width
+
+    @property
+    def max_proposal(self) -> int:
+        """Most tokens one block proposes."""
+        return self.block_size if self.anchor_predicts else self.block_size - 1
+
+    def attention_of(self, layer: int) -> LayerAttention:
+        """What layer `layer` may see."""
+        return self.layer_attention[layer] if self.layer_attention else FULL_ATTENTION
+
+    def rope_theta_of(self, layer: int) -> float:
+        """Rotary base of layer `layer`."""
+        slides = self.attention_of(layer).window is not None
+        return self.sliding_rope_theta if slides and self.sliding_rope_theta is not None else self.rope_theta
 
     def to_json(self) -> dict[str, Any]:
-        """The config.json of the z-lab v1 layout (readable by other engines)."""
-        nested: dict[str, Any] = {
-            "mask_token_id": self.mask_token_id,
-            "target_layer_ids": list(self.target_layer_ids),
-        }
-        if self.draft_vocabulary_file is not None:
-            nested["draft_vocabulary_file"] = self.draft_vocabulary_file
-        return {
-            "architectures": [ARCHITECTURE],
-            "model_type": "qwen3",
-            "block_size": self.block_size,
-            _NESTED: nested,
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate_size,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "vocab_size": self.vocab_size,
-            "num_target_layers": self.num_target_layers,
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 32768,
-            "dtype": "bfloat16",
-        }
+        """The config.json of this draft in the z-lab layout (DFlash and DFlash 2; readable by other engines)."""
+        from dflash.core.dialects.zlab import write_config
+
+        return write_config(self)
 
 
-def read_draft_config(folder: Path) -> DraftConfig:
-    """Read `config.json` of a draft folder.
-
-    Raises CheckpointError for missing, unreadable or contradictory values and UnsupportedModel for drafts of
-    another kind; the message names the key.
-    """
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no {CONFIG_FILE}, so it is not a draft; give the draft's own folder.")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download or export the draft again.") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} must hold a JSON object; download or export the draft again.")
-    return parse_draft_config(raw, source=str(path))
-
-
-def parse_draft_config(raw: Mapping[str, Any], *, source: str) -> DraftConfig:
-    """Resolve a parsed config.json; `source` names the file in messages. Errors as `read_draft_config`."""
-    lookup = _Lookup(raw, source)
-    _refuse_other_kinds(raw, source)
-    _check_restated(lookup)
-    return DraftConfig(
-        hidden_size=lookup.integer("hidden_size"),
-        num_hidden_layers=lookup.integer("num_hidden_layers"),
-        num_attention_heads=lookup.integer("num_attention_heads"),
-        num_key_value_heads=lookup.integer("num_key_value_heads"),
-        head_dim=lookup.integer("head_dim"),
-        intermediate_size=lookup.integer("intermediate_size"),
-        rms_norm_eps=lookup.number("rms_norm_eps"),
-        rope_theta=_rope_theta(lookup),
-        vocab_size=lookup.integer("vocab_size"),
-        block_size=lookup.integer("block_size"),
-        mask_token_id=lookup.integer("mask_token_id"),
-        target_layer_ids=lookup.integers("target_layer_ids"),
-        num_target_layers=lookup.optional_integer("num_target_layers"),
-        draft_vocabulary_file=lookup.optional_text("draft_vocabulary_file"),
-    )
-
-
-def read_draft_vocabulary(folder: Path, config: DraftConfig) -> tuple[int, ...] | None:
-    """Target ids that the draft scores, ascending, or None for all.
-
-    Raises CheckpointError unless the file that the config names lists increasing ids of the target.
-    """
-    if config.draft_vocabulary_file is None:
-        return None
-    path = folder / config.draft_vocabulary_file
-    try:
-        ids = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read the draft vocabulary {path} ({error}); export the draft again.") from error
-    good = isinstance(ids, list) and all(type(i) is int and 0 <= i < config.vocab_size for i in ids)
-    if not good or not set(ids) - {config.mask_token_id} or any(b <= a for a, b in pairwise(ids)):
+def _check_sizes(config: DraftConfig) -> None:
+    names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    names += ["intermediate_size", "vocab_size", "rms_norm_eps", "rope_theta", "input_embedding_scale"]
+    names += ["output_multiplier"]
+    optional = ("target_hidden_size", "draft_vocab_size", "sliding_rope_theta", "final_logit_softcapping")
+    names += [name for name in optional if getattr(config, name) is not None]
+    for name in names:
+        value: float = getattr(config, name)
+        if not 0 < value < float("inf"):
+            raise CheckpointError(f"{name} must be positive, not {value}; correct the draft's config.json.")
+    if config.head_dim % 2:
+        raise CheckpointError(f"head_dim is {config.head_dim}: rotary embedding turns pairs, so it must be even.")
+    if config.num_attention_heads % config.num_key_value_heads:
         raise CheckpointError(
-            f"{path} must list increasing token ids below {config.vocab_size}, the mask id not alone; "
-            "export the draft again."
+            f"num_attention_heads {config.num_attention_heads} must be a multiple of num_key_value_heads "
+            f"{config.num_key_value_heads}; correct the draft's config.json."
         )
-    return tuple(ids)
 
 
-def _levels(raw: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """`dflash_config` (empty if absent) and the top level."""
-    nested = raw.get(_NESTED)
-    if nested is not None and not isinstance(nested, Mapping):
-        raise CheckpointError(f"{source}: {_NESTED} must be an object, not {nested!r}.")
-    return nested or {}, raw
-
-
-def _refuse_other_kinds(raw: Mapping[str, Any], source: str) -> None:
-    """Raise UnsupportedModel for drafts whose weights would load but mean something else."""
-    for level in _levels(raw, source):
-        for key, kind in _NOT_V1.items():
-            if level.get(key):
-                raise UnsupportedModel(f"{source} has '{key}': {kind}. This version runs DFlash v1 drafts only.")
-    architectures = raw.get("architectures")
-    if architectures is not None and architectures != [ARCHITECTURE]:
-        raise UnsupportedModel(f"{source} is a draft of class {architectures}; this version runs {ARCHITECTURE} only.")
-    for level in _levels(raw, source):
-        for key, (harmless, what) in _SWITCHES.items():
-            if level.get(key) not in harmless:
-                raise UnsupportedModel(
-                    f"{source} sets {key} to {level[key]!r}, which asks for {what}: this version does not apply that. "
-                    "Use a plain DFlash v1 draft."
-                )
-        cap = level.get("final_logit_softcapping")
-        if cap is not None and not (isinstance(cap, int | float) and cap <= 0):
-            raise UnsupportedModel(f"{source} sets final_logit_softcapping, which this version does not apply.")
-        if any(kind != "full_attention" for kind in level.get("layer_types") or []):
-            raise UnsupportedModel(f"{source} has sliding-window layers; this version runs full-attention drafts only.")
-
-
-def _check_restated(lookup: _Lookup) -> None:
-    """Values that some exports write a second time in another convention must agree."""
-    shifted = lookup.find("eagle_aux_hidden_state_layer_ids")
-    taps = lookup.integers("target_layer_ids")
-    if shifted is not None and shifted != [tap + 1 for tap in taps]:
+def _check_block(config: DraftConfig) -> None:
+    least = 1 if config.anchor_predicts else 2
+    if not least <= config.block_size <= MAX_BLOCK_SIZE:
         raise CheckpointError(
-            f"{lookup.source}: eagle_aux_hidden_state_layer_ids {shifted} is not target_layer_ids {list(taps)} plus "
-            "one; keep the list the draft was trained with."
+            f"block_size is {config.block_size}: a block needs the anchor and at least one draft slot (>= {least}), "
+            f"and at most {MAX_BLOCK_SIZE}. Correct it in the draft's config.json."
         )
-    for key, same_as in (("target_hidden_size", "hidden_size"), ("draft_vocab_size", "vocab_size")):
-        value = lookup.find(key)
-        if value is not None and value != lookup.integer(same_as):
-            raise UnsupportedModel(
-                f"{lookup.source}: {key} {value} differs from {same_as}; this version runs drafts where they are equal."
-            )
-
-
-def _rope_theta(lookup: _Lookup) -> float:
-    """The one theta that is stated, flat, in `rope_parameters` or in its parts per layer type."""
-    source = lookup.source
-    found: set[float] = set()
-    flat = lookup.find("rope_theta")
-    places: list[Mapping[str, Any]] = [] if flat is None else [{"rope_theta": flat}]
-    for key in ("rope_parameters", "rope_scaling"):
-        value = lookup.find(key) or {}
-        if not isinstance(value, Mapping):
-            raise CheckpointError(f"{source}: {key} must be an object, not {value!r}.")
-        places += [value, *(part for part in value.values() if isinstance(part, Mapping))]
-    for place in places:
-        kind = place.get("rope_type") or place.get("type") or "default"
-        if kind != "default":
-            raise UnsupportedModel(
-                f"{source} scales its rotary embedding ({kind}); this version runs plain rotary only."
-            )
-        if place.get("rope_theta") is not None:
-            found.add(_as_number(place["rope_theta"], "rope_theta", source))
-    if not found:
+    if not 0 <= config.mask_token_id < config.vocab_size:
         raise CheckpointError(
-            f"{source} has no rope_theta; there is no safe default (1e4, 1e6 and 1e7 are all in use). "
-            "Add the value the draft was trained with, usually the target's."
+            f"mask_token_id {config.mask_token_id} lies outside the vocabulary of {config.vocab_size} tokens."
         )
-    if len(found) > 1:
-        raise CheckpointError(f"{source} states different rope_theta values {sorted(found)}; keep the right one.")
-    return found.pop()
 
 
-def _as_number(value: object, key: str, source: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointError(f"{source}: {key} must be a number, not {value!r}.")
-    return float(value)
+def _check_taps(config: DraftConfig) -> None:
+    ids = config.target_layer_ids
+    if not ids:
+        raise CheckpointError("target_layer_ids is empty; write the tapped layers the draft was trained with.")
+    if any(layer < 0 for layer in ids) or any(b <= a for a, b in pairwise(ids)):
+        raise CheckpointError(
+            f"target_layer_ids must be increasing layer numbers from 0, not {list(ids)}; the order is baked "
+            "into fc, so it has to be the one used in training."
+        )
+    if config.num_target_layers is not None and ids[-1] >= config.num_target_layers:
+        raise CheckpointError(f"tap {ids[-1]} does not exist in a target of {config.num_target_layers} layers.")
 
 
-@dataclass(frozen=True)
-class _Lookup:
-    """Look a key up in `dflash_config`, then at the top level; both and different is an error."""
-
-    raw: Mapping[str, Any]
-    source: str
-
-    def find(self, key: str) -> Any:
-        inner, outer = (level.get(key) for level in _levels(self.raw, self.source))
-        if inner is not None and outer is not None and inner != outer:
+def _check_attention(config: DraftConfig) -> None:
+    layers = config.layer_attention
+    if layers and len(layers) != config.num_hidden_layers:
+        raise CheckpointError(
+            f"the draft describes the attention of {len(layers)} layers, but has {config.num_hidden_layers}; correct "
+            "layer_types or num_hidden_layers in its config.json."
+        )
+    for layer in layers:
+        if layer.window is not None and layer.window < config.block_size:
             raise CheckpointError(
-                f"{self.source} states {key} twice and differently ({inner} in {_NESTED}, {outer} at the top level); "
-                "keep the value the draft was trained with."
+                f"a window of {layer.window} tokens is smaller than the block of {config.block_size}; correct "
+                "sliding_window in the draft's config.json."
             )
-        return outer if inner is None else inner
 
-    def required(self, key: str) -> Any:
-        value = self.find(key)
-        if value is None:
-            raise CheckpointError(
-                f"{self.source} has no '{key}'. It is never guessed, since a wrong value only shows as lost speed; "
-                "add the value the draft was trained with."
-            )
-        return value
 
-    def integer(self, key: str) -> int:
-        value = self.required(key)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise CheckpointError(f"{self.source}: {key} must be an integer, not {value!r}.")
-        return value
-
-    def number(self, key: str) -> float:
-        return _as_number(self.required(key), key, self.source)
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        value = self.required(key)
-        if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
-            raise CheckpointError(f"{self.source}: {key} must be a list of integers, not {value!r}.")
-        return tuple(value)
-
-    def optional_integer(self, key: str) -> int | None:
-        return None if self.find(key) is None else self.integer(key)
-
-    def optional_text(self, key: str) -> str | None:
-        value = self.find(key)
-        if value is not None and (not isinstance(value, str) or Path(value).name != value):
-            raise CheckpointError(f"{self.source}: {key} must be a plain file name, not {value!r}.")
-        return value
+def _check_heads(config: DraftConfig) -> None:
+    if bool(config.conv_kernel_size) != bool(config.conv_group_size):
+        raise CheckpointError("conv_kernel_size and conv_group_size belong together; the draft has only one of them.")
+    if bool(config.selector_rank) != bool(config.selector_top_k):
+        raise CheckpointError("selector_rank and selector_top_k belong together; the draft has only one of them.")
+    if config.conv_kernel_size < 0 or (config.conv_group_size and config.hidden_size % config.conv_group_size):
+        raise CheckpointError(
+            f"conv_group_size {config.conv_group_size} must divide hidden_size {config.hidden_size} and "
+            "conv_kernel_size must not be negative."
+        )
+    if not 0 <= config.selector_top_k <= (config.draft_vocab_size or config.vocab_size) or config.selector_rank < 0:
+        raise CheckpointError(f"selector_top_k is {config.selector_top_k}; it must lie within the vocabulary.")
+    if config.markov_rank < 0 or (config.markov_rank and config.markov_head not in MARKOV_HEADS):
+        raise CheckpointError(
+            f"markov_rank {config.markov_rank} with head type '{config.markov_head}' is unknown; use one of "
+            f"{', '.join(MARKOV_HEADS)}."
+        )
+    if config.confidence_with_markov and not (config.markov_rank and config.confidence_head):
+        raise CheckpointError("confidence_head_with_markov needs a Markov head and a confidence head.")
+    if (config.conv_kernel_size or config.selector_rank) and (config.markov_rank or config.confidence_head):
+        raise CheckpointError("a draft with both DFlash 2's and DSpark's heads is no kind that is known.")
+    if config.draft_vocab_size is not None and not (config.owns_head and config.draft_vocab_size < config.vocab_size):
+        raise CheckpointError(
+            f"draft_vocab_size {config.draft_vocab_size} needs a head of that size in the checkpoint, and must be "
+            f"smaller than the vocabulary of {config.vocab_size}."
+        )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from dflash.backends.torch.compat import text_config
-from dflash.backends.torch.draft_model import DraftModel, load_draft
+from dflash.backends.torch.draft_loading import load_draft
+from dflash.backends.torch.draft_model import DraftModel
 from dflash.backends.torch.loading import (
     LoadedTarget,
     check_pair,

@@ -5,6 +5,7 @@ Requests are `core/engine.py`, decoding is `core/loop.py`, the models' files are
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Sequence
@@ -13,9 +14,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+<<<<<<< HEAD
 from dflash.backends.torch.clock import synchronised_clock
 from dflash.backends.torch.draft_model import DraftModel, load_draft
 from dflash.backends.torch.drafters.dflash import DFlashDrafter
+=======
+from dflash.backends.torch.draft_loading import load_described
+from dflash.backends.torch.draft_model import DraftModel
+from dflash.backends.torch.drafters.block import BlockDrafter
+>>>>>>> 35bdf23 (Read every dialect of draft checkpoints into one description; networks of DFlash 2 and DSpark)
 from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.loading import (
     check_pair,
@@ -32,7 +39,7 @@ from dflash.backends.torch.plain_form import packed_steps_are_faster
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
 from dflash.cache import file_sha256
-from dflash.core.draft_config import WEIGHTS_FILE, DraftConfig, read_draft_config
+from dflash.core.draft_reader import DraftDescription, read_draft
 from dflash.core.engine import Engine, EngineInfo
 from dflash.core.exactness import WidthClass
 from dflash.core.loop import Clock
@@ -82,8 +89,13 @@ def load(
     target_source = resolve_target(os.fspath(target), allow_code=trust_remote_code, progress=report)
     draft_source = None if draft is None else resolve_draft(os.fspath(draft), target_source, progress=report)
     # The draft's description is read first: a wrong one should not cost the loading of the target.
+<<<<<<< HEAD
     config = None if draft_source is None else read_draft_config(draft_source.path)
     check_width(width, config)
+=======
+    description = None if draft_source is None else read_draft(draft_source.path)
+    config = None if description is None else description.config
+>>>>>>> 35bdf23 (Read every dialect of draft checkpoints into one description; networks of DFlash 2 and DSpark)
     loaded = load_target(
         target_source,
         dtype=chosen_dtype,
@@ -94,25 +106,31 @@ def load(
     if draft_source is not None and config is not None:
         check_pair(config, loaded.model, draft_name=draft_source.name, target_name=target_source.name)
     # Likewise the draft's weights before the probe.
-    network = None if draft_source is None else _load_network(draft_source, loaded.model, report)
+    network = None
+    if draft_source is not None and description is not None:
+        network = _load_network(draft_source, description, loaded.model, report)
     report("packing weights", None)
     pack_linears(loaded.model)
+<<<<<<< HEAD
     report("timing plain steps", None)
     packs_single = packed_steps_are_faster(loaded.model)
     exactness = _probe(loaded.model, config.block_size if config else 1, report) if exact else None
+=======
+    exactness = _probe(loaded.model, 1 + config.max_proposal if config else 1, report) if exact else None
+>>>>>>> 35bdf23 (Read every dialect of draft checkpoints into one description; networks of DFlash 2 and DSpark)
     shared = TorchTarget(
         loaded.model,
         taps=config.target_layer_ids if config else (),
         exact_width=exactness.width if exactness else 1,
         packs_single=packs_single,
     )
-    drafter = None if network is None else load_attribute(DRAFTERS["dflash"])(network, shared)
+    drafter = None if network is None else load_attribute(DRAFTERS[network.config.kind])(network, shared)
     return TorchEngine(
         target=shared,
         drafter=drafter,
         tokenizer=loaded.tokenizer,
         eos_ids=end_of_sequence_ids(loaded),
-        info=_info(target_source, draft_source, config, shared, exactness, width),
+        info=_info(target_source, draft_source, description, shared, exactness, width),
     )
 
 
@@ -120,7 +138,7 @@ class TorchEngine(Engine):
     """The engine over torch logits."""
 
     target: TorchTarget
-    drafter: DFlashDrafter | None
+    drafter: BlockDrafter | None
     tokenizer: PreTrainedTokenizerBase
 
     def acceptor(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TorchAcceptor:
@@ -130,11 +148,11 @@ class TorchEngine(Engine):
         return synchronised_clock(self.target.device)
 
 
-def _probe(model: Any, block_size: int, report: Progress) -> WidthClass:
+def _probe(model: Any, num_rows: int, report: Progress) -> WidthClass:
     report("checking bit-exactness", None)
     # The same widths with and without a draft, so that both settle on the same class. A block wider than that either
     # belongs to the class too, or makes the probe say that bit-exactness does not hold.
-    found = probe(model, max_width=max(_PROBED_WIDTH, block_size), block_size=block_size)
+    found = probe(model, max_width=max(_PROBED_WIDTH, num_rows), block_size=num_rows)
     if not found.holds:
         logger.warning(
             "bit-exact decoding is not possible here: %s Near-ties may differ from plain decoding.", found.reason
@@ -142,17 +160,19 @@ def _probe(model: Any, block_size: int, report: Progress) -> WidthClass:
     return found
 
 
-def _load_network(source: Source, model: PreTrainedModel, report: Progress) -> DraftModel:
+def _load_network(
+    source: Source, description: DraftDescription, model: PreTrainedModel, report: Progress
+) -> DraftModel:
     report(f"loading draft {source.name}", None)
     # float16 overflows in the feature fusion of real targets; the drafter casts at its border.
     dtype = torch.float32 if model.dtype == torch.float16 else model.dtype
-    return load_draft(source.path, model.device, dtype)
+    return load_described(description, model.device, dtype, name=source.name)
 
 
 def _info(
     target: Source,
     draft: Source | None,
-    config: DraftConfig | None,
+    description: DraftDescription | None,
     shared: TorchTarget,
     exactness: WidthClass | None,
     width: int | None,
@@ -162,8 +182,8 @@ def _info(
         target_revision=target.revision,
         draft=draft.name if draft else None,
         draft_revision=draft.revision if draft else None,
-        draft_sha256=file_sha256(draft.path / WEIGHTS_FILE) if draft else None,
-        block_size=config.block_size if config else None,
+        draft_sha256=_weights_sha256(description) if description else None,
+        block_size=description.config.block_size if description else None,
         width=width,
         dtype=str(shared.dtype).removeprefix("torch."),
         device=str(shared.device),
@@ -171,3 +191,25 @@ def _info(
         exactness=exactness,
         packs_single=shared.packs_single,
     )
+<<<<<<< HEAD
+=======
+
+
+def _weights_sha256(description: DraftDescription) -> str:
+    """Of the weights file; of the files' hashes in order where there are several."""
+    hashes = [file_sha256(file) for file in sorted({tensor.file for tensor in description.tensors.values()})]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def _log_steps() -> Progress:
+    """A progress that logs each step once."""
+    said = ""
+
+    def report(what: str, done: float | None) -> None:
+        nonlocal said
+        if what != said:
+            said = what
+            logger.info("%s", what)
+
+    return report
+>>>>>>> 35bdf23 (Read every dialect of draft checkpoints into one description; networks of DFlash 2 and DSpark)

@@ -1,0 +1,139 @@
+"""What all drafters of one block share: context keys and values, the forward of a block, logits of its slots.
+
+Context rows are projected once per committed token and kept; the block's own rows are overwritten by the next block.
+How slots become tokens is the drafter's own: a subclass of `BlockSession` with one method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash.backends.torch.draft_attention import ContextKV
+from dflash.backends.torch.draft_model import DraftModel
+from dflash.backends.torch.target import TorchTarget
+from dflash.types import Proposal
+
+_BUCKET = 512
+"""Context storage grows in these steps (rows)."""
+
+
+class BlockDrafter:
+    """Weights side, shared by sessions: the network, the embedding its block is made of and the head it scores with."""
+
+    def __init__(self, network: DraftModel, target: TorchTarget) -> None:
+        """
+        Args:
+            network: the draft, on the target's device.
+            target: lends embedding and head where the draft has none (of the head, the rows of the draft's vocabulary).
+        """
+        config = network.config
+        self.network = network
+        dtype = network.fc.weight.dtype
+        self.block_ids = torch.full((1, 1, config.block_size), config.mask_token_id, device=target.device)
+        own_embedding, own_head = network.embed_tokens, network.lm_head
+        self.embed_VH = target.embed_weight.to(dtype) if own_embedding is None else own_embedding.weight
+        self.token_ids_K: Tensor | None = None
+        """Target id of each scored row; None = row j is id j."""
+        head = target.head_weight if own_head is None else own_head.weight
+        self.rows_K: Tensor | None = None
+        """Rows of the draft's own tables over its vocabulary (head, W2) that are scored; None = all."""
+        if network.vocabulary is not None:
+            # The mask id must never be proposed; here it simply is no candidate.
+            kept = [row for row, token in enumerate(network.vocabulary) if token != config.mask_token_id]
+            ids = torch.tensor(network.vocabulary, device=target.device)
+            self.rows_K = torch.tensor(kept, device=target.device)
+            self.token_ids_K = ids[self.rows_K]
+            head = head[self.token_ids_K if head.shape[0] == config.vocab_size else self.rows_K]
+        self.head_KH = head.to(dtype)
+
+    def session(self) -> BlockSession:
+        """A fresh drafter for one request."""
+        raise NotImplementedError
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """Target ids of scored rows."""
+        return rows if self.token_ids_K is None else self.token_ids_K[rows]
+
+
+class BlockSession:
+    """One request's drafter state; implements `dflash.core.protocols.Drafter`."""
+
+    def __init__(self, shared: BlockDrafter) -> None:
+        self._shared = shared
+        self._num_context = 0
+        self._storage: list[ContextKV] = []
+
+    @property
+    def max_proposal(self) -> int:
+        """Most tokens one block proposes."""
+        return self._shared.network.config.max_proposal
+
+    @torch.inference_mode()
+    def observe(self, token_ids: Sequence[int], features: Any) -> None:
+        """Project the features [len(token_ids), taps x hidden] of newly committed tokens and keep the result."""
+        assert features is not None
+        assert features.shape[0] == len(token_ids)
+        network, start = self._shared.network, self._num_context
+        positions = torch.arange(start, start + len(token_ids), device=features.device)[None]
+        rows = network.project_context(features[None].to(network.fc.weight.dtype), positions)
+        self._reserve(start + len(token_ids) + network.config.block_size, rows)
+        for kept, new in zip(self._storage, rows, strict=True):
+            kept.keys_NKSD[:, :, start : start + len(token_ids)] = new.keys_NKSD
+            kept.values_NKSD[:, :, start : start + len(token_ids)] = new.values_NKSD
+        self._num_context += len(token_ids)
+
+    @torch.inference_mode()
+    def propose(self, anchor: int, budget: int) -> Proposal:
+        """Tokens of the first `budget` predicting slots. The block runs at full width, as the draft was trained."""
+        hidden_TH = self._hidden(anchor)[: min(budget, self.max_proposal)]
+        return self._pick(hidden_TH, self._logits(hidden_TH), anchor)
+
+    def _pick(self, hidden_TH: Tensor, logits_TK: Tensor, anchor: int) -> Proposal:
+        """Turn the states and logits of the predicting slots into a proposal."""
+        raise NotImplementedError
+
+    def _hidden(self, anchor: int) -> Tensor:
+        """Final states [T, H] of the slots that predict, for the block behind the context."""
+        shared = self._shared
+        network, n = shared.network, self._num_context
+        ids = shared.block_ids.clone()
+        ids[0, 0, 0] = anchor
+        contexts = [self._context(number) for number in range(len(self._storage))]
+        position = torch.full((1, 1), n, device=ids.device)
+        hidden_BH: Tensor = network(shared.embed_VH[ids], position, contexts)[0, 0]
+        return hidden_BH if network.config.anchor_predicts else hidden_BH[1:]
+
+    def _context(self, number: int) -> ContextKV:
+        """Keys and values of layer `number` with room for the block, without rows that its window has left behind."""
+        config, kept = self._shared.network.config, self._storage[number]
+        window = config.attention_of(number).window
+        reach = 0 if window is None else window if config.window_from_anchor else window - 1
+        first = 0 if window is None else max(0, self._num_context - reach)
+        end = self._num_context + config.block_size
+        return ContextKV(kept.keys_NKSD[:, :, first:end], kept.values_NKSD[:, :, first:end], config.block_size, first)
+
+    def _logits(self, hidden_TH: Tensor) -> Tensor:
+        """Logits [T, K] of the scored rows; the mask id is never the largest."""
+        shared = self._shared
+        logits = shared.network.finish_logits(hidden_TH @ shared.head_KH.T)
+        if shared.token_ids_K is None:
+            logits[:, shared.network.config.mask_token_id] = -torch.inf
+        return logits
+
+    def _reserve(self, num_rows: int, like: Sequence[ContextKV]) -> None:
+        if self._storage and self._storage[0].keys_NKSD.shape[2] >= num_rows:
+            return
+        capacity = -(-num_rows // _BUCKET) * _BUCKET
+        grown: list[ContextKV] = []
+        for number, rows in enumerate(like):
+            n, heads, _, width = rows.keys_NKSD.shape
+            pair = [rows.keys_NKSD.new_zeros(n, heads, capacity, width) for _ in range(2)]
+            if self._storage:
+                for new, old in zip(pair, self._storage[number][:2], strict=True):
+                    new[:, :, : self._num_context] = old[:, :, : self._num_context]
+            grown.append(ContextKV(pair[0], pair[1]))
+        self._storage = grown

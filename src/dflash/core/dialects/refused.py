@@ -1,0 +1,40 @@
+"""Drafts that are recognised and not run: each with the reason, so that nobody debugs a silent loss of speed."""
+
+from __future__ import annotations
+
+from dflash.core.dialects.base import NESTED, Checkpoint, Dialect, Lookup
+from dflash.core.draft_config import DraftConfig
+from dflash.errors import UnsupportedModel
+
+
+def reason(found: Checkpoint) -> str | None:
+    """Why a checkpoint is not run; None for one that no sign here speaks against."""
+    nested = found.level(NESTED)
+    projector = nested.get("projector_type") or found.raw.get("projector_type")
+    if found.raw.get("dspine_config") or any(name.startswith("injection.") for name in found.shapes or ()):
+        return "a DSpine draft, whose injections between the layers this version does not have"
+    if projector == "domino":
+        return "a Domino draft, whose recurrent correction head this version does not have"
+    if projector not in (None, "dspark", "dflash"):
+        return f"a draft with projector_type {projector!r}, which is of no known kind"
+    if any(key.startswith("dspark_") for key in found.raw):
+        return "a target model with a DSpark draft embedded (dspark_* keys), not a draft of its own"
+    if found.has_tensor("self_attn.qkv_proj.weight", "self_attn.g_proj.weight") or any(
+        "aux_hidden_norms" in name for name in found.shapes or ()
+    ):
+        return "a Laguna draft (fused or gated attention, norms per tap), whose layers this version does not have"
+    other_layers = {"Gemma4DSparkModel": "Gemma 4's layers", "Qwen35DSparkModel": "gated queries and offset norms"}
+    for name, what in other_layers.items():
+        if name in found.architectures:
+            return f"a draft of class {name}, built of {what}, which this version does not have"
+    if any("eagle" in name.lower() for name in found.architectures):
+        return "an EAGLE draft, not one of block diffusion"
+    return None
+
+
+def resolve(found: Checkpoint, lookup: Lookup) -> DraftConfig:
+    """Raise UnsupportedModel with the reason."""
+    raise UnsupportedModel(f"{lookup.source} is {reason(found)}. Use another draft of the same target.")
+
+
+DIALECT = Dialect(name="refused", matches=lambda found: reason(found) is not None, resolve=resolve)

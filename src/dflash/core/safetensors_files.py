@@ -1,0 +1,205 @@
+"""What the safetensors files of a model folder hold, read from their headers: nothing is loaded, nothing is run.
+
+A folder comes from anywhere, so each claim of a header is checked against the file before a byte is reserved for it:
+lengths, shapes, offsets, names, and that every file is a regular one inside the folder (or of the hub's cache, which
+links its files).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash.core.dialects.base import is_plain_name
+from dflash.core.draft_config import WEIGHTS_FILE
+from dflash.errors import CheckpointError
+
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+_MAX_JSON = 32 << 20
+"""Bytes of a config or index, far above any real one."""
+_MAX_HEADER = 100_000_000
+"""The limit of the format's own library."""
+_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+}
+FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
+"""Types that a draft's weights may be stored in."""
+_NUMPY: dict[str, type[np.generic]] = {"BOOL": np.bool_, "I32": np.int32, "I64": np.int64, "U8": np.uint8}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file."""
+
+    file: Path
+    dtype: str
+    """In the format's own spelling, e.g. "BF16"."""
+    shape: tuple[int, ...]
+    start: int
+    """First byte in the file."""
+    num_bytes: int
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """A JSON object from a regular file of reasonable size. Raises CheckpointError otherwise."""
+    size = _regular_size(path)
+    if size > _MAX_JSON:
+        raise CheckpointError(f"{path} has {size} bytes, which is no {what}; download or export it again.")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download or export the draft again.") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is nested too deeply to be a {what}; download it again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object; download or export the draft again.")
+    return value
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of `model.safetensors`, or of the files that its index names.
+
+    Raises CheckpointError if there are none, or if a file or its header is damaged or points elsewhere.
+    """
+    single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    if single.exists() or single.is_symlink():
+        return _read_header(inside(folder, WEIGHTS_FILE))
+    if not index.is_file():
+        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}; drafts are read from safetensors only.")
+    names = read_json(inside(folder, INDEX_FILE), "index").get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index} has no weight_map; download the draft again.")
+    headers = {}
+    for file in sorted(set(map(str, names.values()))):
+        if not file.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names the file {file!r}; drafts are read from safetensors only.")
+        headers[file] = _read_header(inside(folder, file))
+    listed = {name: headers[str(file)].get(name) for name, file in names.items()}
+    missing = [name for name, tensor in listed.items() if tensor is None]
+    extra = [name for header in headers.values() for name in header if name not in names]
+    if missing or extra:
+        what = f"promises {missing[0]}, which its file lacks" if missing else f"leaves out {extra[0]}"
+        raise CheckpointError(f"{index} {what}; download the draft again.")
+    return {name: tensor for name, tensor in listed.items() if tensor is not None}
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of a folder. Raises CheckpointError if it is a path, or a link that leads out of the folder.
+
+    The hub's cache keeps a repository's files under `blobs` and links them from `snapshots/<commit>`; such links stay
+    within the repository and are followed.
+    """
+    if not is_plain_name(name):
+        raise CheckpointError(f"{folder} names the file {name!r}, which is not a plain name; nothing was read.")
+    path = folder / name
+    if path.is_symlink():
+        home = folder.resolve()
+        allowed = [home] + ([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])
+        target = path.resolve()
+        if not any(target.is_relative_to(place) for place in allowed):
+            raise CheckpointError(
+                f"{path} is a link out of its folder, to {target}; nothing was read. Copy the file in its place if "
+                "it is yours."
+            )
+    return path
+
+
+def read_integers(tensor: StoredTensor) -> NDArray[Any]:
+    """A table of integers or truth values, in its own type. Raises CheckpointError for another type."""
+    kind = _NUMPY.get(tensor.dtype)
+    if kind is None:
+        raise CheckpointError(f"{tensor.file}: a table of type {tensor.dtype} where integers belong; export it again.")
+    values = np.fromfile(tensor.file, dtype=kind, count=math.prod(tensor.shape), offset=tensor.start)
+    return values.reshape(tensor.shape)
+
+
+def _regular_size(path: Path) -> int:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); check the path.") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is no regular file; nothing was read.")
+    return status.st_size
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    size = _regular_size(path)
+    again = "download or export the draft again"
+    try:
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
+                raise CheckpointError(f"{path} is damaged (it does not start like a safetensors file); {again}.")
+            header = json.loads(stream.read(length), object_pairs_hook=_without_repeats)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged (its header cannot be read: {error}); {again}.") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} is damaged (its header is no object); {again}.")
+    header.pop("__metadata__", None)
+    tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
+    end = 8 + length
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.num_bytes)):
+        if tensor.start != end:
+            raise CheckpointError(f"{path} is damaged (its tensors overlap or leave gaps); {again}.")
+        end += tensor.num_bytes
+    if end != size:
+        raise CheckpointError(
+            f"{path} is damaged (its tensors need {end} bytes, the file has {size}); it was not copied or "
+            f"downloaded to its end: {again}."
+        )
+    return tensors
+
+
+def _entry(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
+    described: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
+    shape: Any = described.get("shape")
+    offsets: Any = described.get("data_offsets")
+    kind = str(described.get("dtype"))
+    if kind not in _BYTES or not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(
+            f"{path}: the tensor {name[:80]!r} is described wrongly or has the unknown type {kind[:20]!r}; "
+            "download the draft again."
+        )
+    start, end = offsets
+    if end - start != math.prod(shape) * _BYTES[kind]:
+        raise CheckpointError(
+            f"{path} is damaged (the tensor {name[:80]!r} of shape {shape} does not take {end - start} bytes); "
+            "download the draft again."
+        )
+    return StoredTensor(path, kind, tuple(shape), base + start, end - start)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= 8 and all(type(n) is int and 0 <= n < 2**48 for n in value)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a key that stands twice is a contradiction, not an update."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return values
