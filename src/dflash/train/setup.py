@@ -158,10 +158,21 @@ def default_mask_id(target: LoadedTarget, used: frozenset[int]) -> int:
     return free[-1]
 
 
+def _refuse_other_kinds(network: DraftModel, name: str) -> None:
+    """Raise UnsupportedModel for drafts whose loss is not the one of this trainer."""
+    draft = network.config
+    if draft.kind != "dflash" or draft.anchor_predicts or draft.layer_attention or draft.owns_embedding:
+        raise UnsupportedModel(
+            f"draft '{name}' is no plain DFlash draft (kind {draft.kind}, or with windows, an anchor slot that "
+            "predicts or its own embedding); this version trains plain ones only."
+        )
+
+
 def _network(config: TrainConfig, target: LoadedTarget, data: Dataset) -> DraftModel:
     if config.init is not None:
         source = resolve_draft(config.init, resolve_target(config.target))
         network = load_draft(source.path, torch.device("cpu"), torch.float32).requires_grad_(True)
+        _refuse_other_kinds(network, config.init)
         _refuse_contradiction(config.network, network)
         return network
     description, vocabulary = _describe(config.network, target, data)

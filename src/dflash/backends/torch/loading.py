@@ -202,13 +202,15 @@ def fits_memory(what: str, dtype: torch.dtype, device: torch.device) -> Iterator
 def check_pair(draft: DraftConfig, model: PreTrainedModel, *, draft_name: str, target_name: str) -> None:
     """Raise PairError unless the draft was made for a target of this shape.
 
-    A DFlash draft has neither embedding nor head: it uses the target's, so widths and vocabularies must agree.
+    A draft without an embedding or head of its own uses the target's, so widths and vocabularies must agree.
     """
     target = text_config(model)
     num_layers: int = target.num_hidden_layers
+    borrows = not (draft.owns_embedding and draft.owns_head)
     facts = (
         ("vocabulary size", draft.vocab_size, target.vocab_size),
-        ("hidden size", draft.hidden_size, target.hidden_size),
+        ("hidden size", draft.hidden_size if borrows else None, target.hidden_size),
+        ("width of its taps", draft.tap_width if not borrows else draft.target_hidden_size, target.hidden_size),
         ("number of target layers", draft.num_target_layers, num_layers),
     )
     wrong = [f"{what} {theirs} (the target has {ours})" for what, theirs, ours in facts if theirs not in (None, ours)]
