@@ -85,6 +85,8 @@ def network(config: DraftConfig, seed: int = 1) -> DraftModel:
             parameter.copy_(0.7 * noise)
         elif "codebook" in name or "markov_w" in name:
             parameter.copy_(noise)
+        elif "embed_tokens" in name:  # small, so that what the layers add decides
+            parameter.copy_(0.02 * noise)
         else:
             parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
     return draft
@@ -147,8 +149,14 @@ def test_yarn_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [*BACKBONES.values(), CONVOLVED | SELECTING, SPARK | CONFIDENT | OWN, SPARK | {"markov_head": "gated"}]
-    + [SPARK | {"markov_head": "rnn", "confidence_head": True}, OWN | {"draft_vocab_size": 40}],
+    [
+        *BACKBONES.values(),
+        CONVOLVED | SELECTING,
+        SPARK | CONFIDENT | OWN,
+        SPARK | {"markov_head": "gated"},
+        SPARK | {"markov_head": "rnn", "confidence_head": True},
+        OWN | {"draft_vocab_size": 40},
+    ],
 )
 def test_the_list_of_tensors_is_that_of_the_network(changes: dict[str, Any]) -> None:
     """Guards against a check of checkpoints (core) that no longer describes what is loaded (backend)."""
@@ -230,7 +238,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_proposals_are_those_of_the_specification(kind: str, target: TorchTarget) -> None:
     """Guards against a head that reads the wrong slot, predecessor, rows or scale: whole proposals, token by token."""
     config = dataclasses.replace(BASE, **KINDS[kind])
-    draft = network(config, seed=3)
+    draft = network(config, seed=4)
     if config.draft_vocab_size is not None:
         draft.vocabulary = (*range(0, 76, 2), MASK, 95)
         assert len(draft.vocabulary) == config.draft_vocab_size
@@ -285,7 +293,7 @@ def memoryless() -> PreTrainedModel:
 
 
 def generated(
-    target: TorchTarget, shared: BlockDrafter | None, prompt: list[int], limit: int = 48
+    target: TorchTarget, shared: BlockDrafter | None, prompt: list[int], limit: int = 24
 ) -> tuple[list[int], list[int]]:
     """Tokens, and the length of each round after the prefill."""
     params = SamplingParams(max_new_tokens=limit)
