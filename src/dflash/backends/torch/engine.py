@@ -14,15 +14,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-<<<<<<< HEAD
 from dflash.backends.torch.clock import synchronised_clock
-from dflash.backends.torch.draft_model import DraftModel, load_draft
-from dflash.backends.torch.drafters.dflash import DFlashDrafter
-=======
 from dflash.backends.torch.draft_loading import load_described
 from dflash.backends.torch.draft_model import DraftModel
 from dflash.backends.torch.drafters.block import BlockDrafter
->>>>>>> 35bdf23 (Read every dialect of draft checkpoints into one description; networks of DFlash 2 and DSpark)
 from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.loading import (
     check_pair,
@@ -89,13 +84,9 @@ def load(
     target_source = resolve_target(os.fspath(target), allow_code=trust_remote_code, progress=report)
     draft_source = None if draft is None else resolve_draft(os.fspath(draft), target_source, progress=report)
     # The draft's description is read first: a wrong one should not cost the loading of the target.
-<<<<<<< HEAD
-    config = None if draft_source is None else read_draft_config(draft_source.path)
-    check_width(width, config)
-=======
     description = None if draft_source is None else read_draft(draft_source.path)
     config = None if description is None else description.config
->>>>>>> 35bdf23 (Read every dialect of draft checkpoints into one description; networks of DFlash 2 and DSpark)
+    check_width(width, config)
     loaded = load_target(
         target_source,
         dtype=chosen_dtype,
@@ -111,13 +102,9 @@ def load(
         network = _load_network(draft_source, description, loaded.model, report)
     report("packing weights", None)
     pack_linears(loaded.model)
-<<<<<<< HEAD
     report("timing plain steps", None)
     packs_single = packed_steps_are_faster(loaded.model)
-    exactness = _probe(loaded.model, config.block_size if config else 1, report) if exact else None
-=======
     exactness = _probe(loaded.model, 1 + config.max_proposal if config else 1, report) if exact else None
->>>>>>> 35bdf23 (Read every dialect of draft checkpoints into one description; networks of DFlash 2 and DSpark)
     shared = TorchTarget(
         loaded.model,
         taps=config.target_layer_ids if config else (),
@@ -191,25 +178,9 @@ def _info(
         exactness=exactness,
         packs_single=shared.packs_single,
     )
-<<<<<<< HEAD
-=======
 
 
 def _weights_sha256(description: DraftDescription) -> str:
     """Of the weights file; of the files' hashes in order where there are several."""
     hashes = [file_sha256(file) for file in sorted({tensor.file for tensor in description.tensors.values()})]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
-
-
-def _log_steps() -> Progress:
-    """A progress that logs each step once."""
-    said = ""
-
-    def report(what: str, done: float | None) -> None:
-        nonlocal said
-        if what != said:
-            said = what
-            logger.info("%s", what)
-
-    return report
->>>>>>> 35bdf23 (Read every dialect of draft checkpoints into one description; networks of DFlash 2 and DSpark)

@@ -231,9 +231,10 @@ def check_width(width: int | None, draft: DraftConfig | None) -> None:
         raise ConfigError(f"width must be at least 1 (the anchor's row), not {width}.")
     if draft is None:
         raise ConfigError("width limits the rows of a draft's block, but no draft is loaded; leave width out.")
-    if width > draft.block_size:
+    widest = 1 + draft.max_proposal
+    if width > widest:
         raise ConfigError(
-            f"width {width} is more than the draft's block of {draft.block_size} rows, so it would have no effect; "
+            f"width {width} is more than the draft's block of {widest} rows, so it would have no effect; "
             "lower it or leave it out."
         )
 
