@@ -17,7 +17,7 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 PACKAGE = SRC / "dflash"
 TENSORS = {"torch", "transformers", "safetensors", "mlx", "accelerate", "gguf"}
-OTHER_CLIENTS = {"dflash.bench", "dflash.audit", "dflash.serve", "dflash.launch", "dflash.cli"}
+OTHER_CLIENTS = {"dflash.bench", "dflash.audit", "dflash.check", "dflash.serve", "dflash.launch", "dflash.cli"}
 CLIENTS = {"dflash.prepare", "dflash.train"} | OTHER_CLIENTS
 PURE = ["core", "types.py", "errors.py", "registry.py", "resolve.py", "cache.py"]
 

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
 from dflash.errors import ConfigError
 from dflash.registry import DRAFTS, TARGETS
@@ -26,6 +26,36 @@ output_option = functools.partial(Option, rich_help_panel="Output")
 
 DEFAULT_TARGET = "smollm2-135m"
 _PLAIN = SamplingParams()
+
+TargetArgument = Annotated[
+    str,
+    Argument(metavar="TARGET", help=f"Hub id, local folder, GGUF file or built-in name ({', '.join(TARGETS)})."),
+]
+DraftArgument = Annotated[
+    str,
+    Argument(
+        metavar="[DRAFT]",
+        help=f"Hub id, local folder, GGUF file or built-in name ({', '.join(DRAFTS)}); auto = the one for this target.",
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    model_option(
+        "--dtype",
+        metavar="NAME",
+        help="float32, bfloat16 or float16 (default: bfloat16 where the device has it, else float32).",
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    model_option(
+        "--device", metavar="NAME", help="cpu, cuda, cuda:1, mps ... (default: an NVIDIA GPU if there is one)."
+    ),
+]
+ThreadsOption = Annotated[int | None, model_option("--threads", metavar="N", help="CPU threads (default: see README).")]
+RemoteCodeOption = Annotated[
+    bool, model_option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,23 +81,9 @@ class ModelOptions:
             "auto = the one for this target.",
         ),
     ] = AUTO
-    dtype: Annotated[
-        str | None,
-        model_option(
-            "--dtype",
-            metavar="NAME",
-            help="float32, bfloat16 or float16 (default: bfloat16 where the device has it, else float32).",
-        ),
-    ] = None
-    device: Annotated[
-        str | None,
-        model_option(
-            "--device", metavar="NAME", help="cpu, cuda, cuda:1, mps ... (default: an NVIDIA GPU if there is one)."
-        ),
-    ] = None
-    threads: Annotated[
-        int | None, model_option("--threads", metavar="N", help="CPU threads (default: see README).")
-    ] = None
+    dtype: DtypeOption = None
+    device: DeviceOption = None
+    threads: ThreadsOption = None
     width: Annotated[
         int | None,
         model_option(
@@ -76,9 +92,17 @@ class ModelOptions:
             help="Most rows per forward of the target, anchor included: at most, and by default, the draft's block.",
         ),
     ] = None
-    trust_remote_code: Annotated[
-        bool, model_option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False
+    trust_remote_code: RemoteCodeOption = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """How models run, for verbs that take target and draft as arguments."""
+
+    dtype: DtypeOption = None
+    device: DeviceOption = None
+    threads: ThreadsOption = None
+    trust_remote_code: RemoteCodeOption = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,24 @@ def working(message: str) -> Iterator[Progress]:
         yield show
 
 
+@contextlib.contextmanager
+def progress_bar(message: str) -> Iterator[Progress]:
+    """As `working`, with a bar that fills where the share is known: for jobs of minutes."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=console, transient=True, refresh_per_second=4, disable=not console.is_terminal) as bar:
+        task = bar.add_task(message, total=None)
+
+        def show(what: str, share: float | None) -> None:
+            bar.update(task, description=what, total=None if share is None else 1.0, completed=share or 0.0)
+
+        yield show
+
+
 def read_stdin() -> str:
     """Everything on standard input; bytes that are not UTF-8 are replaced."""
     return sys.stdin.buffer.read().decode("utf-8", errors="replace")

@@ -1,0 +1,171 @@
+"""The audit passes what is lossless and catches a fault in each part of decoding, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash.audit.run import AuditReport, Workload, audit
+from dflash.backends.torch.engine import TorchEngine
+from dflash.backends.torch.masks import BlockMask
+from dflash.backends.torch.sampling import TorchAcceptor
+from dflash.core.protocols import Acceptor
+from dflash.errors import ConfigError
+from dflash.types import Acceptance, Proposal, SamplingParams, Verdict
+from tests.audit.subjects import NUM_TOKENS, PROMPTS, engine_of
+from tests.backends.tiny_targets import llama
+
+WORK = Workload(max_new_tokens=NUM_TOKENS, num_runs=8)
+
+
+@pytest.fixture(scope="module")
+def engine() -> TorchEngine:
+    return engine_of(llama(max_length=256))
+
+
+@pytest.fixture(scope="module")
+def clean(engine: TorchEngine) -> AuditReport:
+    return audit(engine, PROMPTS, WORK)
+
+
+def test_a_lossless_engine_passes(engine: TorchEngine, clean: AuditReport) -> None:
+    """Guards against false alarms, and against an audit that looks at nothing."""
+    assert clean.failures == []
+    assert clean.passed
+    assert clean.must_agree
+    assert [text.num_tokens for text in clean.texts] == [NUM_TOKENS] * 2
+    assert all(text.difference is None and text.stranger is None for text in clean.texts)
+    assert all(1.5 < text.acceptance_length < 5 for text in clean.texts), "the drafter must be right and wrong"
+    assert sum(clean.widths.kinds.values()) == 3
+    assert clean.widths.num_rows == 32
+    if engine.info.exact:
+        assert clean.widths.num_equal == 32
+    assert sorted(width for one in clean.widths.classes for width in one) == [*range(1, 9), 15, 16]
+    assert [law.num_runs for law in clean.laws] == [8, 200]
+    assert clean.laws[0].num_tokens == 32
+    assert clean.laws[1].num_tokens >= 200
+    assert clean.rollbacks[0].num_cases >= 4
+    assert clean.share.num_tokens == 2 * NUM_TOKENS
+
+
+def test_without_a_draft_there_is_nothing_to_audit(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an audit that compares plain decoding with itself."""
+    monkeypatch.setattr(engine, "drafter", None)
+    with pytest.raises(ConfigError, match="no draft"):
+        audit(engine, PROMPTS, WORK)
+
+
+def test_progress_is_told(engine: TorchEngine) -> None:
+    """Guards against minutes of silence."""
+    told: list[tuple[str, float | None]] = []
+    audit(engine, PROMPTS[:1], Workload(max_new_tokens=2, num_runs=1), progress=lambda *step: told.append(step))
+    assert len({what for what, _ in told}) == 4
+    assert told[-1] == ("sampling", 1.0)
+
+
+def caught(engine: TorchEngine, *words: str) -> None:
+    """The audit must fail and say each of these words in one of its failures."""
+    report = audit(engine, PROMPTS, WORK)
+    assert not report.passed
+    for word in words:
+        assert any(word in failure for failure in report.failures), report.failures
+
+
+def test_a_row_that_sees_the_next_one_is_caught(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in the mask: both forms of decoding have it, so only the bare model can tell."""
+    rows = BlockMask.rows
+
+    def leaking(self: BlockMask, start: int, num_rows: int, num_keys: int, capacity: int) -> torch.Tensor:
+        mask = rows(self, start, num_rows, num_keys, capacity).clone()
+        for row in range(num_rows - 1):
+            mask[0, 0, row, start + row + 1] = 0
+        return mask
+
+    monkeypatch.setattr(BlockMask, "rows", leaking)
+    caught(engine, "bare model")
+
+
+def test_a_row_that_misses_a_key_is_caught(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The opposite fault: the first token of the prompt is hidden, so that texts still look fine."""
+    rows = BlockMask.rows
+
+    def blind(self: BlockMask, start: int, num_rows: int, num_keys: int, capacity: int) -> torch.Tensor:
+        mask = rows(self, start, num_rows, num_keys, capacity).clone()
+        mask[..., 0] = torch.finfo(mask.dtype).min
+        return mask
+
+    monkeypatch.setattr(BlockMask, "rows", blind)
+    caught(engine, "bare model")
+
+
+class Tampered:
+    """An acceptor whose decisions are changed."""
+
+    def __init__(self, right: Acceptor, change: Callable[[Proposal, Acceptance], Acceptance]) -> None:
+        self._right, self._change = right, change
+
+    def accept(self, proposal: Proposal, verdict: Verdict) -> Acceptance:
+        return self._change(proposal, self._right.accept(proposal, verdict))
+
+
+def tamper(
+    monkeypatch: pytest.MonkeyPatch,
+    engine: TorchEngine,
+    change: Callable[[Proposal, Acceptance], Acceptance],
+    *,
+    sampled_only: bool = False,
+) -> None:
+    def acceptor(params: SamplingParams, prompt_ids: Sequence[int]) -> Any:
+        right = TorchAcceptor(params, prompt_ids, engine.target.vocab_size)
+        return right if sampled_only and params.temperature == 0 else Tampered(right, change)
+
+    monkeypatch.setattr(engine, "acceptor", acceptor)
+
+
+def test_an_acceptor_that_takes_one_too_many_is_caught(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in the acceptor: the first guess always stands."""
+
+    def lenient(proposal: Proposal, right: Acceptance) -> Acceptance:
+        return right if right.num_accepted or not proposal.tokens else Acceptance.chain(1, right.next_token)
+
+    tamper(monkeypatch, engine, lenient)
+    caught(engine, "instead of", "bare model says")
+
+
+def test_an_acceptor_that_is_wrong_with_and_without_a_draft_is_caught(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both forms say the neighbour of the best token, so that their texts agree."""
+    size = engine.target.vocab_size
+    tamper(monkeypatch, engine, lambda proposal, right: Acceptance.chain(0, (right.next_token + 1) % size))
+    caught(engine, "bare model says")
+
+
+def test_biased_sampling_is_caught(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault at temperatures above 0 only: three of ten rejected guesses are taken nevertheless. Greedy texts are
+    right, so the chi-square test must see it."""
+    luck = np.random.default_rng(0)
+
+    def biased(proposal: Proposal, right: Acceptance) -> Acceptance:
+        if right.num_accepted or not proposal.tokens or luck.random() > 0.3:
+            return right
+        return Acceptance.chain(1, right.next_token)
+
+    tamper(monkeypatch, engine, biased, sampled_only=True)
+    caught(engine, "target's law")
+
+
+def test_a_width_class_that_does_not_hold_is_caught(engine: TorchEngine) -> None:
+    """A fault in what is promised: narrow forwards take another path after the probe has run."""
+    if not engine.info.exact:
+        pytest.skip("no width class on this machine")
+    layer = engine.target.model.get_decoder().layers[1].mlp
+    hook = layer.register_forward_hook(lambda module, inputs, out: out + 1e-5 * (out.shape[1] < 6))
+    try:
+        caught(engine, "layer 1")
+    finally:
+        hook.remove()

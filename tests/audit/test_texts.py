@@ -1,0 +1,94 @@
+"""Where two texts part: a tie that rounding may decide is told from a fault, and no tie excuses a broken promise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from dflash.audit.oracle import FloatArray
+from dflash.audit.texts import audit_text, first_difference
+from dflash.core.engine import Engine
+from dflash.types import Result, SamplingParams, Stats
+
+PROMPT = [0, 1]
+TOLERANCE = 0.01
+
+
+class TwoTexts:
+    """An engine that says one text without and another with its draft."""
+
+    def __init__(self, plain: Sequence[int], drafted: Sequence[int]) -> None:
+        self._texts = {False: list(plain), True: list(drafted)}
+
+    def generate(self, *, prompt_ids: Sequence[int], params: SamplingParams, use_draft: bool = True) -> Result:
+        return Result("", self._texts[use_draft], Stats())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class Knowing:
+    """An oracle that wants 5, with 6 a little and everything else far behind."""
+
+    def __init__(self, gap: float) -> None:
+        self._gap = gap
+
+    def logits(self, ids: Sequence[int], num_rows: int) -> FloatArray:
+        row = np.zeros(8, np.float32)
+        row[5], row[6] = 10, 10 - self._gap
+        return np.tile(row, (num_rows, 1))
+
+    def tolerance(self, ids: Sequence[int], num_rows: int) -> float:
+        return TOLERANCE
+
+
+def audited(plain: Sequence[int], drafted: Sequence[int], gap: float, **options: Any) -> Any:
+    engine = cast(Engine, TwoTexts(plain, drafted))
+    return audit_text(engine, Knowing(gap), "p", PROMPT, 4, **{"must_agree": False, **options})
+
+
+@pytest.mark.parametrize(
+    ("gap", "must_agree", "verdict"), [(0.001, False, "near-tie"), (0.1, False, "fault"), (0.001, True, "fault")]
+)
+def test_verdicts(gap: float, must_agree: bool, verdict: str) -> None:
+    """Guards against a fixed threshold (the tolerance is measured), and against float32 runs excused as ties."""
+    found = audited([5, 5, 5], [5, 6, 5], gap, must_agree=must_agree)
+    assert found.difference.position == 1
+    assert (found.difference.plain, found.difference.drafted) == ("5", "6")
+    assert found.difference.margin == pytest.approx(gap, abs=1e-6)
+    assert found.difference.verdict == verdict
+    assert found.passed == (verdict == "near-tie")
+
+
+def test_a_small_margin_does_not_excuse_a_third_token() -> None:
+    """Guards against judging by the top-2 margin alone: the best two are tied, but the draft's text says another."""
+    found = audited([5, 5], [5, 2], 0.0)
+    assert found.difference.margin == 0
+    assert found.difference.verdict == "fault"
+    assert (found.stranger.position, found.stranger.token) == (1, "2")
+
+
+@pytest.mark.parametrize(("plain", "drafted"), [([5, 5], [5]), ([5], [5, 5])])
+def test_a_text_that_ends_early_is_a_fault(plain: list[int], drafted: list[int]) -> None:
+    """Guards against texts compared up to the shorter one's end only."""
+    found = audited(plain, drafted, 0.0)
+    assert found.difference.position == 1
+    assert found.difference.verdict == "fault"
+
+
+def test_what_both_forms_say_wrongly_is_no_difference_but_a_fault() -> None:
+    """Guards against an audit that only compares its own two forms."""
+    found = audited([5, 3], [5, 3], 1.0)
+    assert found.difference is None
+    assert not found.passed
+    assert found.stranger.distance == pytest.approx(10)
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2], [1]) == 1
+    assert first_difference([], [1]) == 0
+    assert first_difference([1, 3], [1, 2]) == 1

@@ -1,0 +1,64 @@
+"""`dflash audit` over a real (tiny, random) pair: the record, the table and the exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash.audit.states import WidthAudit
+from tests.backends.tiny_pair import save_draft, save_target
+from tests.cli.fakes import CommandLine, Outcome
+
+SMALL = ("--dtype", "float32", "--device", "cpu", "--threads", "1", "-n", "6", "--runs", "2", "--limit", "1")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[str, str]:
+    return str(save_target(tmp_path / "target")), str(save_draft(tmp_path / "draft"))
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(monkeypatch, capsys, fake=False)
+
+
+def audit(command_line: CommandLine, pair: tuple[str, str], *words: str) -> Outcome:
+    return command_line.run("audit", *pair, *SMALL, *words)
+
+
+def test_record_and_table(command_line: CommandLine, pair: tuple[str, str]) -> None:
+    """Guards against a record without the shares that flatter a speed-up, or a table that shows something else."""
+    outcome = audit(command_line, pair, "--json")
+    assert outcome.code == 0, outcome.err
+    record = json.loads(outcome.out)
+    assert record["passed"] is True
+    assert record["failures"] == []
+    assert record["engine"]["draft_sha256"]
+    assert record["looping_share"] is not None
+    assert record["copied_share"] == 0
+    assert len(record["widths"]["classes"]) >= 1
+    assert record["laws"][0]["num_runs"] == 2
+    shown = audit(command_line, pair)
+    assert shown.code == 0
+    assert "verdict: no fault was found" in shown.out
+    for word in ("width classes", "rejected rows", "same tokens", "decisions on one block", "looping"):
+        assert word in shown.out
+
+
+def test_a_fault_is_exit_code_1(
+    command_line: CommandLine, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a script that takes a failed audit for a passed one."""
+    monkeypatch.setattr(WidthAudit, "passed", False)
+    outcome = audit(command_line, pair)
+    assert outcome.code == 1
+    assert "FAULT: " in outcome.out
+    assert "verdict: 1 faults" in outcome.out
+
+
+def test_bad_input_is_exit_code_2(command_line: CommandLine, pair: tuple[str, str]) -> None:
+    """Guards against a missing model that looks like a failed audit."""
+    assert audit(command_line, (pair[0] + "-missing", pair[1])).code == 2
+    assert audit(command_line, pair, "--prompts", "missing.jsonl").code == 2
