@@ -246,7 +246,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Tensors, DraftConfig]] = {
         "transformers",
         {**PLAIN, **IDS, "model_type": "muse_glimmer_assistant", "layer_types": SLIDES, "sliding_window": 64},
         TRANSFORMERS,
-        changed(layer_attention=(LayerAttention(window=64),) * LAYERS),
+        changed(layer_attention=(LayerAttention(window=65),) * LAYERS),
     ),
 }
 

@@ -20,9 +20,12 @@ from dflash.core.dialects.base import Checkpoint, Dialect, Lookup
 from dflash.core.dialects.speculators import DRAFT_TO_TARGET, TARGET_TO_DRAFT
 from dflash.core.draft_config import CONFIG_FILE, DraftConfig
 from dflash.core.draft_tensors import check_tensors
-from dflash.core.safetensors_files import StoredTensor, inside, read_integers, read_json, stored_tensors
+from dflash.core.safetensors_files import StoredTensor, inside, read_integers, read_json, regular_size, stored_tensors
 from dflash.errors import CheckpointError, ConfigError
 from dflash.registry import DIALECTS, load_attribute
+
+_BYTES_PER_ID = 24
+"""Of a token id in a JSON list, spaces included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,8 @@ def read_draft_vocabulary(folder: Path, config: DraftConfig) -> tuple[int, ...] 
     if config.draft_vocabulary_file is None:
         return None
     path = inside(folder, config.draft_vocabulary_file)
+    if regular_size(path) > _BYTES_PER_ID * config.vocab_size:
+        raise CheckpointError(f"{path} is larger than a list of {config.vocab_size} ids; export the draft again.")
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -130,7 +135,7 @@ def read_draft_vocabulary(folder: Path, config: DraftConfig) -> tuple[int, ...] 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
-    if not path.is_file():
+    if not path.exists() and not path.is_symlink():
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}, so it is not a draft; give the draft's own folder.")
     return read_json(inside(folder, CONFIG_FILE), "draft's config")
 

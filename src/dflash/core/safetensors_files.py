@@ -23,8 +23,8 @@ from dflash.core.draft_config import WEIGHTS_FILE
 from dflash.errors import CheckpointError
 
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
-_MAX_JSON = 32 << 20
-"""Bytes of a config or index, far above any real one."""
+_MAX_CONFIG, _MAX_INDEX = 1 << 20, 32 << 20
+"""Bytes of a config and of an index, far above any real one: parsed, they take many times as much."""
 _MAX_HEADER = 100_000_000
 """The limit of the format's own library."""
 _BYTES = {
@@ -62,10 +62,10 @@ class StoredTensor:
     num_bytes: int
 
 
-def read_json(path: Path, what: str) -> dict[str, Any]:
+def read_json(path: Path, what: str, *, max_bytes: int = _MAX_CONFIG) -> dict[str, Any]:
     """A JSON object from a regular file of reasonable size. Raises CheckpointError otherwise."""
-    size = _regular_size(path)
-    if size > _MAX_JSON:
+    size = regular_size(path)
+    if size > max_bytes:
         raise CheckpointError(f"{path} has {size} bytes, which is no {what}; download or export it again.")
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
@@ -88,7 +88,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         return _read_header(inside(folder, WEIGHTS_FILE))
     if not index.is_file():
         raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}; drafts are read from safetensors only.")
-    names = read_json(inside(folder, INDEX_FILE), "index").get("weight_map")
+    names = read_json(inside(folder, INDEX_FILE), "index", max_bytes=_MAX_INDEX).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index} has no weight_map; download the draft again.")
     headers = {}
@@ -135,7 +135,8 @@ def read_integers(tensor: StoredTensor) -> NDArray[Any]:
     return values.reshape(tensor.shape)
 
 
-def _regular_size(path: Path) -> int:
+def regular_size(path: Path) -> int:
+    """Bytes of a regular file. Raises CheckpointError for anything else: a pipe or device might never end."""
     try:
         status = path.stat()
     except OSError as error:
@@ -146,7 +147,7 @@ def _regular_size(path: Path) -> int:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    size = _regular_size(path)
+    size = regular_size(path)
     again = "download or export the draft again"
     try:
         with path.open("rb") as stream:

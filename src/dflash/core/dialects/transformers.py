@@ -1,6 +1,7 @@
 """Transformers' own draft class (`MuseGlimmerAssistantModel`, 5.19 and later): v1 under other names, keys at the top.
 
-No layer is causal inside the block. The layout has no key for the vocabulary; this project writes one all the same.
+No layer is causal inside the block. `sliding_window` W shows rows up to distance W, the row itself not counted: one
+more than everywhere else. The layout has no key for the vocabulary; this project writes one all the same.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def resolve(found: Checkpoint, lookup: Lookup) -> DraftConfig:
     if lookup.find("layer_types") is None:
         lookup.required("layer_types")  # the class would make every layer slide, silently
     attention["layer_attention"] = tuple(
-        LayerAttention(window=layer.window, causal=False) for layer in attention["layer_attention"]
+        LayerAttention(window=None if layer.window is None else layer.window + 1)
+        for layer in attention["layer_attention"]
     )
     lookup.decided("causal", "Transformers: no layer is causal inside the block")
     return DraftConfig(
@@ -86,7 +88,7 @@ def write_config(config: DraftConfig) -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": rope,
         "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in layers],
-        "sliding_window": windows.pop() if windows else None,
+        "sliding_window": windows.pop() - 1 if windows else None,
         "vocab_size": config.vocab_size,
         "num_target_layers": config.num_target_layers,
         "attention_dropout": 0.0,
