@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from dflash.core.published import published_for
 from dflash.errors import ConfigError, MissingExtra, ModelError
 from dflash.registry import DRAFTS, TARGETS, PackagedTarget
 
@@ -81,14 +82,14 @@ def resolve_draft(
     progress: Progress | None = None,
     download: Download | None = None,
 ) -> Source:
-    """Find the files of a draft; "auto" is the one shipped for `target`.
+    """Find the files of a draft; "auto" is the one shipped for `target`, or the first one published for it.
 
     A GGUF file is translated into a folder once (`gguf_draft.translated_folder`).
 
-    Raises ModelError if nothing is found or no draft is shipped for the target, and what the translation raises.
+    Raises ModelError if nothing is found or no draft is known for the target, and what the translation raises.
     """
     if spec == AUTO:
-        return _automatic_draft(target)
+        return _automatic_draft(target, progress, download)
     if spec in DRAFTS:
         return _shipped_draft(spec)
     source = _local(spec, "draft") or _from_hub(spec, "draft", False, progress, download)
@@ -120,13 +121,18 @@ def _packaged_file(name: str, entry: PackagedTarget) -> Path:
     )
 
 
-def _automatic_draft(target: Source) -> Source:
+def _automatic_draft(target: Source, progress: Progress | None, download: Download | None) -> Source:
     for name, entry in DRAFTS.items():
         if target.name.partition("@")[0] in entry.targets:
             return _shipped_draft(name)
+    if (published := published_for(target.name)) is not None:
+        source = _from_hub(published.draft, "draft", False, progress, download)
+        _check_folder(source.path, "draft")
+        return source
     raise ModelError(
-        f"no draft is shipped for target '{target.name}'. Name one (a hub id or folder made for this target), "
-        "train one with `dflash prepare` and `dflash train`, or decode without a draft (--no-draft, draft=None)."
+        f"no draft is shipped for target '{target.name}', and no published one is known. Name one (a hub id or folder "
+        "made for this target), train one with `dflash prepare` and `dflash train`, or decode without a draft "
+        "(--no-draft, draft=None)."
     )
 
 

@@ -24,6 +24,8 @@ COMMANDS: dict[str, str] = {
     "prepare": "dflash.cli.prepare:prepare",
     "train": "dflash.cli.train:train",
     "launch": "dflash.cli.launch:launch",
+    "convert": "dflash.cli.convert:convert",
+    "models": "dflash.cli.models:models",
 }
 """Verb -> "module:function", in the order of the help page. A new verb is one file and one line here."""
 

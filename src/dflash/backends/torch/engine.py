@@ -34,10 +34,12 @@ from dflash.backends.torch.plain_form import packed_steps_are_faster
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
 from dflash.cache import file_sha256
+from dflash.core.draft_config import DraftConfig
 from dflash.core.draft_reader import DraftDescription, read_draft
 from dflash.core.engine import Engine, EngineInfo
 from dflash.core.exactness import WidthClass
 from dflash.core.loop import Clock
+from dflash.core.published import published_as
 from dflash.registry import DRAFTERS, load_attribute
 from dflash.resolve import AUTO, Progress, Source, resolve_draft, resolve_target
 from dflash.types import SamplingParams
@@ -86,6 +88,8 @@ def load(
     # The draft's description is read first: a wrong one should not cost the loading of the target.
     description = None if draft_source is None else read_draft(draft_source.path)
     config = None if description is None else description.config
+    if draft_source is not None and config is not None:
+        _report_changes(draft_source, config)
     check_width(width, config)
     loaded = load_target(
         target_source,
@@ -133,6 +137,13 @@ class TorchEngine(Engine):
 
     def profiling_clock(self) -> Clock:
         return synchronised_clock(self.target.device)
+
+
+def _report_changes(source: Source, config: DraftConfig) -> None:
+    """Warn where a published draft no longer says what it said: repositories change in place."""
+    known = published_as(source.name)
+    for difference in known.differences(config) if known is not None else ():
+        logger.warning("draft '%s' is not as it was published: %s. Pin a revision (@...).", source.name, difference)
 
 
 def _probe(model: Any, num_rows: int, report: Progress) -> WidthClass:

@@ -88,7 +88,7 @@ def write_config(config: DraftConfig) -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": rope,
         "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in layers],
-        "sliding_window": windows.pop() - 1 if windows else None,
+        "sliding_window": windows.pop() - 1 if windows else 2048,  # its class wants a number, used or not
         "vocab_size": config.vocab_size,
         "num_target_layers": config.num_target_layers,
         "attention_dropout": 0.0,

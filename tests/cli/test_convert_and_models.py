@@ -1,0 +1,60 @@
+"""`dflash convert` and `dflash models`: what they print, and that they hand everything on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash.core.draft_reader import read_draft
+from dflash.core.published import PUBLISHED
+from dflash.registry import DRAFTS
+from tests.backends.tiny_pair import save_draft
+from tests.cli.fakes import CommandLine
+
+
+def test_convert(cli: CommandLine, tmp_path: Path) -> None:
+    """Guards against options that do not reach the conversion, and a record that says something else."""
+    draft, out = save_draft(tmp_path / "draft"), tmp_path / "out"
+    run = cli.run("convert", str(draft), "--to", "transformers", "--out", str(out), "--json")
+    assert run.code == 0
+    record = json.loads(run.out)
+    assert record == {
+        "out": str(out),
+        "from": "z-lab",
+        "to": "transformers",
+        "kind": "dflash",
+        "dropped": [],
+        "added": [],
+    }
+    assert read_draft(out).config == read_draft(draft).config
+    run = cli.run("convert", str(out), "--to", "z-lab", "--out", str(tmp_path / "back"))
+    assert "transformers -> z-lab" in run.out
+    run = cli.run("convert", str(out), "--to", "eagle", "--out", str(tmp_path / "x"))
+    assert run.code == 2
+    assert "cannot be written" in run.err
+
+
+def test_models(cli: CommandLine) -> None:
+    """Guards against a pair that is known and not shown, and a state that is not looked up."""
+    run = cli.run("models", "--json")
+    rows = [json.loads(line) for line in run.out.splitlines()]
+    pairs = {(row["target"], row["draft"]) for row in rows}
+    assert pairs >= {(entry.target, entry.draft) for entry in PUBLISHED}
+    assert pairs >= {(target, name) for name, draft in DRAFTS.items() for target in draft.targets}
+    assert {row["draft_state"] for row in rows} <= {"shipped", "here", "on the hub"}
+    text = cli.run("models").out
+    assert all(entry.draft in text for entry in PUBLISHED)
+
+
+def test_models_sees_what_is_downloaded(cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against "on the hub" for a draft that lies in the hub's cache."""
+    import huggingface_hub
+
+    def cached(repository: str, file: str) -> str | None:
+        return str(tmp_path / file) if repository == "z-lab/Qwen3-8B-DFlash-b16" else None
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
+    rows = [json.loads(line) for line in cli.run("models", "--json").out.splitlines()]
+    assert {row["draft"] for row in rows if row["draft_state"] == "here"} == {"z-lab/Qwen3-8B-DFlash-b16"}
