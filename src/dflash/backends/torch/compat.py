@@ -98,6 +98,11 @@ class LayerSpec:
     num_states: int = 1
     """Recurrent states and convolution windows of the layer."""
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layer keeps recurrent states or convolution windows."""
+        return self.state.startswith("LinearAttention")
+
 
 _MASK_OF_LAYER = {
     "linear_attention": None,

@@ -14,6 +14,7 @@ and no mask: the fastest form, to which all speed-ups refer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from dflash.backends.torch import compat
 from dflash.backends.torch.masks import ModelMask, SessionMasks, row_positions
 from dflash.backends.torch.packing import KernelChoice, kernel_choice
+from dflash.backends.torch.replay import Record, Replay
 from dflash.backends.torch.state import SessionCache, check_states
 from dflash.backends.torch.taps import TapRecorder, concatenate, tapped_layers
 from dflash.errors import PairError, PromptError, UnsupportedModel
@@ -54,6 +56,7 @@ class TorchTarget:
         exact_width: int = 1,
         packs_single: bool = False,
         prefill_chunk: int = 512,
+        replays: bool = True,
     ) -> None:
         """
         Args:
@@ -62,6 +65,7 @@ class TorchTarget:
             exact_width: `WidthClass.width` of exactness.probe.
             packs_single: what plain_form.packed_steps_are_faster found.
             prefill_chunk: most rows of one prefill forward.
+            replays: roll recurrent layers back by replay.py; without it the kept rows are fed again (the reference).
 
         Raises:
             UnsupportedModel: the model cannot be decoded losslessly by this version.
@@ -99,6 +103,8 @@ class TorchTarget:
         positions = torch.arange(self.max_length + exact_width, device=self.device)
         self.positions = positions.clamp_(max=self.max_length - 1)[None]  # [1, max_length + exact_width]
         self.recorder = TapRecorder(tapped_layers(model, self.taps))
+        is_recurrent = any(spec.is_recurrent for spec in self.layer_specs)
+        self.replay = Replay(model, self.layer_specs) if replays and is_recurrent else None
 
     def _check_taps(self) -> None:
         for tap in self.taps:
@@ -150,6 +156,8 @@ class TorchTarget:
     def close(self) -> None:
         """Remove the hooks from the model; sessions made before must not be used any more."""
         self.recorder.close()
+        if self.replay is not None:
+            self.replay.close()
 
 
 class TorchTargetSession:
@@ -163,6 +171,7 @@ class TorchTargetSession:
         self._cache = SessionCache(target.layer_specs)
         self._masks = SessionMasks(target.layer_specs, target.device, target.dtype)
         self._fed: list[int] = []  # tokens that the last verify fed and nobody has committed yet
+        self._record: Record | None = None  # of the last verify, where recurrent layers may have to run again
 
     @property
     def max_length(self) -> int:
@@ -230,7 +239,9 @@ class TorchTargetSession:
         room = self.max_length - max(proposal.depths()) - 1
         assert 0 < self._cache.num_tokens <= room, "verify needs a prompt and room in the context"
         assert proposal.parents is None or self.supports_trees
-        logits, rows = self._feed(anchor, proposal)
+        replay = self._target.replay
+        with nullcontext() if replay is None else replay.recording() as self._record:
+            logits, rows = self._feed(anchor, proposal)
         self._fed = ids
         features = concatenate(rows, self._target.device)[: len(ids)] if self._features else None
         return Verdict(logits[0, : len(ids)], features)
@@ -240,17 +251,25 @@ class TorchTargetSession:
         """Keep the rows `path` (ascending; empty = none) of those that the last `verify` fed, drop the rest."""
         assert not path or path[-1] < len(self._fed), (path, len(self._fed))
         if not self._cache.keeps(path):
-            anchor, *accepted = [self._fed[row] for row in path]
-            self._feed(anchor, Proposal(tuple(accepted)), pad=False)
-            path = range(len(path))
+            self._run_again(len(path))
         self._cache.commit(path)
-        self._fed = []
+        self._fed, self._record = [], None
+
+    def _run_again(self, num_kept: int) -> None:
+        """Bring the states to where only the first rows of the last verify were fed: recurrent layers on their recorded
+        inputs, or the whole model on the kept tokens."""
+        replay = self._target.replay
+        if self._record is not None and replay is not None and replay.covers(self._cache):
+            replay.run(self._record, self._cache, num_kept)
+        else:
+            anchor, *accepted = self._fed[:num_kept]
+            self._feed(anchor, Proposal(tuple(accepted)), pad=False)
 
     def close(self) -> None:
         """Free the state; the session is empty afterwards."""
         self._cache.free()
         self._masks = SessionMasks(self._target.layer_specs, self._target.device, self._target.dtype)
-        self._fed = []
+        self._fed, self._record = [], None
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
         if not len(prompt_ids):
