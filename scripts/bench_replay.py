@@ -1,10 +1,10 @@
-"""Times the two ways of taking rejected rows out of recurrent layers: feeding the kept rows to the whole model again, and
-running the recurrences alone on their recorded inputs (src/dflash/backends/torch/replay.py).
+"""Times the two ways of taking rejected rows out of recurrent layers: feeding the kept rows to the whole model again,
+and running the recurrences alone on their recorded inputs (src/dflash/backends/torch/replay.py).
 
     python scripts/bench_replay.py [--threads 2] [--layers 8] [--hidden 768] [--block 16]
 
-A random Qwen3.5-like model in float32 on the CPU; medians of alternating runs. One JSON record per kept count and a last
-one with the ratio over all counts 1 .. block - 1 (each equally often).
+A random Qwen3.5-like model in float32 on the CPU; medians of alternating runs. One JSON record per kept count and a
+last one with the ratio over all counts 1 .. block - 1 (each equally often).
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def main() -> None:
         record: dict[str, Any] = {"block": options.block, "kept": kept}
         for replays in (True, False):
             verify, commit = rounds(model, options.block, kept, options.repeats, replays=replays)
-            record["replay" if replays else "feed_again"] = {"verify_ms": round(verify, 2), "commit_ms": round(commit, 2)}
+            record["replay" if replays else "feed_again"] = {
+                "verify_ms": round(verify, 2),
+                "commit_ms": round(commit, 2),
+            }
             totals[replays] += commit
         print(json.dumps(record), flush=True)
     summary = {

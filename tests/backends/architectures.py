@@ -216,8 +216,96 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "mamba_chunk_size": 16,
             },
         ),
+        "Llama 4": Architecture(
+            "Llama4TextConfig",
+            "Llama4ForCausalLM",
+            {
+                "head_dim": 8,
+                "num_hidden_layers": 4,
+                "attention_chunk_size": WINDOW,
+                "intermediate_size_mlp": 48,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "no_rope_layers": [1, 1, 1, 0],
+            },
+        ),
+        "Qwen2-MoE": Architecture(
+            "Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**_EXPERTS, "shared_expert_intermediate_size": 16}
+        ),
+        "MiniMax-M3": Architecture(
+            "MiniMaxM3VLTextConfig",
+            "MiniMaxM3VLForCausalLM",
+            {
+                "head_dim": 8,
+                "layer_types": ["full_attention", "minimax_m3_sparse"],
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "intermediate_size": 16,
+                "dense_intermediate_size": 48,
+                "shared_intermediate_size": 16,
+                "rotary_dim": 4,
+                "index_head_dim": 8,
+                "index_n_heads": 2,
+                "index_block_size": 4,
+                "index_topk_blocks": 2,
+            },
+        ),
+        "DeepSeek-V3.2": Architecture(
+            "DeepseekV32Config",
+            "DeepseekV32ForCausalLM",
+            {
+                **_LATENT,
+                **_ROUTED,
+                "mlp_layer_types": ["dense", "sparse"],
+                "index_topk": 6,
+                "index_head_dim": 16,
+                "index_n_heads": 4,
+            },
+        ),
+        "Falcon-H1": Architecture(
+            "FalconH1Config",
+            "FalconH1ForCausalLM",
+            {
+                "mamba_d_ssm": 64,
+                "mamba_n_heads": 8,
+                "mamba_d_head": 8,
+                "mamba_d_state": 8,
+                "mamba_n_groups": 1,
+                "mamba_chunk_size": 16,
+            },
+        ),
+        "Mamba-2": Architecture(
+            "Mamba2Config",
+            "Mamba2ForCausalLM",
+            {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "expand": 2, "chunk_size": 16},
+        ),
+        "MiniMax-Text-01": Architecture(
+            "MiniMaxConfig",
+            "MiniMaxForCausalLM",
+            {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "num_experts_per_tok": 2},
+            refused="MiniMaxCache of its own",
+        ),
+        "Qwen4-exp": Architecture(
+            "Qwen4ExpTextConfig",
+            "Qwen4ExpForCausalLM",
+            {
+                **_DELTA,
+                **_EXPERTS,
+                "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+                "indexer_n_heads": 2,
+                "indexer_kv_heads": 1,
+                "indexer_head_dim": 16,
+                "indexer_budget": 8,
+                "indexer_compress_ratio": 4,
+            },
+            refused="the indexer of qwen4_exp_text keeps the positions",
+        ),
+        "DeepSeek-V4": Architecture("DeepseekV4Config", "DeepseekV4ForCausalLM", refused="DeepseekV4HCACache"),
     }
 )
+
+LOSSLESS = [name for name, family in ARCHITECTURES.items() if family.refused is None]
+REFUSED = [name for name, family in ARCHITECTURES.items() if family.refused is not None]
 
 
 @cache

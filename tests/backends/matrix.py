@@ -6,7 +6,7 @@ Used by the tests and by scripts/write_architectures.py, which prints the table 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -15,11 +15,13 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash.backends.torch.sampling import TorchAcceptor
+from dflash.backends.torch.taps import tapped_layers
 from dflash.backends.torch.target import TorchTarget, TorchTargetSession
 from dflash.core.loop import speculative_rounds
 from dflash.core.stopping import StopRule
+from dflash.errors import UnsupportedModel
 from dflash.types import Proposal, SamplingParams
-from tests.backends.architectures import VOCAB_SIZE, WINDOW, tokens
+from tests.backends.architectures import ARCHITECTURES, VOCAB_SIZE, WINDOW, model_of, tokens
 
 PROMPT = tokens(2 * WINDOW + 5)
 """Longer than two windows."""
@@ -74,12 +76,21 @@ def chunking_error(model: PreTrainedModel, taps: Sequence[int], chunk: int) -> f
         error(verdict.logits[0], expected[len(PROMPT) - 1]), error(feed(session, NEXT), expected[len(PROMPT) :])
     )
     if taps:
-        with torch.no_grad():
-            hidden = model(input_ids=torch.tensor([PROMPT]), use_cache=False, output_hidden_states=True).hidden_states
-        wanted = torch.cat([hidden[tap + 1][0] for tap in taps], dim=-1)
-        found = max(found, error(verdict.features, wanted))
+        found = max(found, error(verdict.features, bare_layer_outputs(model, taps)))
     target.close()
     return found
+
+
+def bare_layer_outputs(model: PreTrainedModel, taps: Sequence[int]) -> torch.Tensor:
+    """Outputs [len(PROMPT), taps x H] of decoder layers of the bare model, without a cache."""
+    outputs: list[torch.Tensor] = []
+    for layer in tapped_layers(model, taps, model.config.get_text_config().num_hidden_layers):
+        handle = layer.register_forward_hook(
+            lambda module, inputs, output: outputs.append(output[0] if isinstance(output, tuple) else output)
+        )
+        bare_logits(model, PROMPT)
+        handle.remove()
+    return torch.cat([output[0] for output in outputs], dim=-1)
 
 
 @dataclass
@@ -129,3 +140,81 @@ def bare_text_is(model: PreTrainedModel, text: Sequence[int]) -> bool:
     """Whether `text` is what the bare model says greedily behind the prompt, one forward over all of it."""
     rows = bare_logits(model, [*PROMPT, *text])[len(PROMPT) - 1 : -1]
     return bool((rows.argmax(dim=-1) == torch.tensor(text)).all())
+
+
+TOLERANCE = 2e-3
+"""Differences are of the order 1e-5 and logits of the order 1; a wrong row costs 0.1 and more, which is asserted."""
+UNTAPPED = ("Gemma 3n",)
+"""Families whose layers return several streams of hidden states."""
+
+
+def kinds_of(model: PreTrainedModel) -> list[str]:
+    """Kinds of layer state that a model has, as docs/architectures.md names them."""
+    target = TorchTarget(model)
+    session = target.session(exact=False)
+    session.prefill(PROMPT)
+    latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+    names = {
+        "DynamicLayer": "latent" if latent else "full",
+        "DynamicSlidingWindowLayer": "window",
+        "DynamicIndexedLayer": "indexed",
+        "MiniMaxM3VLSparseCacheLayer": "indexed",
+        "DummyLayer": "shared",
+        "LinearAttentionAndFullAttentionLayer": "recurrent and full",
+    }
+    found = []
+    for spec, layer in zip(target.layer_specs, session._cache.layers, strict=True):
+        recurrent = "convolution" if layer.keeps_prefixes else "recurrent"
+        found.append(names.get(spec.state, recurrent))
+    target.close()
+    return list(dict.fromkeys(found))
+
+
+def rolls_back(model: PreTrainedModel) -> bool:
+    """Every kept count, in both modes of decoding."""
+    target = TorchTarget(model, exact_width=4)
+    counts = range(len(BLOCK) + 1)
+    passed = all(rollback_error(target, kept, exact=bool(kept % 2)) < TOLERANCE for kept in counts)
+    target.close()
+    return passed
+
+
+def same_text(model: PreTrainedModel) -> dict[str, bool]:
+    """Whether the greedy text is the bare model's, alone ("plain") and with each drafter."""
+    target = TorchTarget(model, exact_width=4)
+    plain = decode(target, None)
+    passed = {"plain": bare_text_is(model, plain) and len(set(plain)) > 8}  # one that repeats itself would hide faults
+    for kind in DRAFTERS:
+        passed[kind] = decode(target, KnowingDrafter(kind, [*PROMPT, *plain]), exact=kind == "own text") == plain
+    target.close()
+    return passed
+
+
+def chunks_agree(family: str) -> bool:
+    """A prompt fed one by one, by six and at once."""
+    taps = () if family in UNTAPPED else (0,)
+    return all(chunking_error(model_of(family), taps, chunk) < TOLERANCE for chunk in (1, 6, len(PROMPT)))
+
+
+def judge(family: str) -> list[str]:
+    """The cells of a family's row behind its name and class."""
+    model = model_of(family)
+    try:
+        target = TorchTarget(model)
+    except UnsupportedModel as refusal:
+        return [f"refused: {str(refusal).split(',')[0]}"]
+    trees = "yes" if target.session().supports_trees else "no"
+    target.close()
+    text = same_text(model)
+    passed = [rolls_back(model), *(text["plain"] and text[kind] for kind in DRAFTERS), chunks_agree(family)]
+    return [", ".join(kinds_of(model)), trees, *("yes" if good else "no" for good in passed)]
+
+
+def table(verdicts: Mapping[str, Sequence[str]]) -> str:
+    """The table of docs/architectures.md."""
+    head = ["family", "class", "kinds of state", "trees", "rollback", *(f"64 tokens, {d}" for d in DRAFTERS), "chunks"]
+    lines = [head, ["---"] * len(head)]
+    for family, cells in verdicts.items():
+        row = [family, f"`{ARCHITECTURES[family].model}`", *cells]
+        lines.append([*row, *[""] * (len(head) - len(row))])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

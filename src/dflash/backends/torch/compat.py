@@ -10,6 +10,7 @@ must answer `get_max_length` (newer) or `get_max_cache_shape` (older), and state
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = [
     "LayerSpec",
     "LinearAttentionCacheLayerMixin",
     "cache_argument",
+    "check_cache",
     "check_transformers",
     "layer_specs",
     "text_config",
@@ -71,6 +73,26 @@ def cache_argument(model: PreTrainedModel) -> str:
     )
 
 
+_COMMON_CACHES = frozenset({"Cache", "DynamicCache"})
+
+
+def check_cache(model: PreTrainedModel) -> None:
+    """Refuse a model that accepts nothing but a cache class of its own (MiniMax-Text-01).
+
+    Raises:
+        UnsupportedModel: names the class.
+    """
+    decoder: Any = model.get_decoder()
+    parameters = inspect.signature(decoder.forward).parameters
+    annotations = [str(parameters[name].annotation) for name in ("cache", "past_key_values") if name in parameters]
+    own = set(re.findall(r"\w*Cache\b", " ".join(annotations))) - _COMMON_CACHES
+    if own:
+        raise UnsupportedModel(
+            f"{type(model).__name__} keeps its state in a {own.pop()} of its own, which this version cannot roll back "
+            "losslessly; use a target whose state Transformers keeps in its common cache."
+        )
+
+
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """Configuration of the language model, also inside a multimodal wrapper.
 
@@ -111,6 +133,7 @@ _MASK_OF_LAYER = {
     "mlp": None,
     "hybrid": "full_attention",
     "hybrid_sliding": "sliding_attention",
+    "minimax_m3_sparse": "full_attention",
 }
 """Layer types whose mask has another name, or that have none."""
 
@@ -120,7 +143,15 @@ def layer_specs(config: PreTrainedConfig) -> list[LayerSpec]:
 
     This is the library's own knowledge of the model (layer types, windows, shared caches), so a new kind of state
     shows up under a name that we do not know instead of passing for a full cache.
+
+    Raises:
+        UnsupportedModel: a model that keeps more than that.
     """
+    if getattr(config, "indexer_compress_ratio", None) is not None:
+        raise UnsupportedModel(
+            f"the indexer of {config.model_type} keeps the positions of all rows that were ever fed, which this "
+            "version cannot roll back losslessly; use another target."
+        )
     specs = []
     types = getattr(config, "layer_types", None)
     one_type = "full_attention"

@@ -32,8 +32,15 @@ class TapRecorder:
 
         def record(module: torch.nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
             rows: dict[int, torch.Tensor] | None = getattr(local, "rows", None)
-            if rows is not None:  # some families return tuples
-                rows[slot] = output[0] if isinstance(output, tuple) else output
+            if rows is None:
+                return
+            hidden = output[0] if isinstance(output, tuple) else output  # some families return tuples
+            if hidden.ndim != 3:
+                raise UnsupportedModel(
+                    f"{type(module).__name__} returns {hidden.ndim - 2} streams of hidden states, not one, so that a "
+                    "draft cannot read it; use this target without a draft."
+                )
+            rows[slot] = hidden
 
         return layer.register_forward_hook(record)
 
@@ -63,7 +70,7 @@ def concatenate(rows: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     return torch.cat([row[0].to(device) for row in rows], dim=-1)
 
 
-def tapped_layers(model: PreTrainedModel, taps: Sequence[int]) -> list[torch.nn.Module]:
+def tapped_layers(model: PreTrainedModel, taps: Sequence[int], num_layers: int) -> list[torch.nn.Module]:
     """Decoder layers with the ids `taps`.
 
     Raises:
@@ -71,10 +78,11 @@ def tapped_layers(model: PreTrainedModel, taps: Sequence[int]) -> list[torch.nn.
     """
     if not taps:
         return []
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, torch.nn.ModuleList):
-        raise UnsupportedModel(
-            f"the decoder of {type(model).__name__} has no list `layers` to tap; "
-            "this version cannot use a draft with it."
-        )
-    return [layers[tap] for tap in taps]
+    decoder: torch.nn.Module = model.get_decoder()
+    for module in decoder.modules():  # some decoders are wrapped once more
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, torch.nn.ModuleList) and len(layers) == num_layers:
+            return [layers[tap] for tap in taps]
+    raise UnsupportedModel(
+        f"the decoder of {type(model).__name__} has no list `layers` to tap; this version cannot use a draft with it."
+    )

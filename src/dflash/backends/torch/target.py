@@ -24,6 +24,7 @@ from dflash.backends.torch.masks import ModelMask, SessionMasks, row_positions
 from dflash.backends.torch.packing import KernelChoice, kernel_choice
 from dflash.backends.torch.replay import Record, Replay
 from dflash.backends.torch.state import SessionCache, check_states
+from dflash.backends.torch.states import KINDS
 from dflash.backends.torch.taps import TapRecorder, concatenate, tapped_layers
 from dflash.errors import PairError, PromptError, UnsupportedModel
 from dflash.types import Proposal, Verdict
@@ -77,6 +78,7 @@ class TorchTarget:
         config = compat.text_config(model)
         self.model = model
         self.cache_argument = compat.cache_argument(model)
+        compat.check_cache(model)
         self.layer_specs = tuple(compat.layer_specs(config))
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
@@ -91,8 +93,8 @@ class TorchTarget:
         check_states(self.layer_specs, type(model).__name__)
         self._check_taps()
         self.attention_rows = ATTENTION_ROWS if compat.use_grouped_attention(model) else 1
-        if any(spec.mask == "indexed_attention" for spec in self.layer_specs):
-            self.attention_rows = 1  # the indexer adds the mask to scores of exactly the fed rows
+        if any(KINDS[spec.state].mask_has_fed_rows for spec in self.layer_specs):
+            self.attention_rows = 1
         self.kernels = kernel_choice(model) or KernelChoice()
         self.packs_single = packs_single
         model.eval()
@@ -102,7 +104,7 @@ class TorchTarget:
         # Rows beyond the context are padding only; they repeat the last position.
         positions = torch.arange(self.max_length + exact_width, device=self.device)
         self.positions = positions.clamp_(max=self.max_length - 1)[None]  # [1, max_length + exact_width]
-        self.recorder = TapRecorder(tapped_layers(model, self.taps))
+        self.recorder = TapRecorder(tapped_layers(model, self.taps, self.num_layers))
         is_recurrent = any(spec.is_recurrent for spec in self.layer_specs)
         self.replay = Replay(model, self.layer_specs) if replays and is_recurrent else None
 

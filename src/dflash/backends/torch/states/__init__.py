@@ -12,7 +12,7 @@ from types import MappingProxyType
 from dflash.backends.torch.states.base import LayerState
 from dflash.backends.torch.states.full import FullKeyValueState
 from dflash.backends.torch.states.hybrid import RecurrentAndFullState, RecurrentAndSlidingState
-from dflash.backends.torch.states.indexed import IndexedState
+from dflash.backends.torch.states.indexed import BlockIndexedState, IndexedState
 from dflash.backends.torch.states.none import NoState
 from dflash.backends.torch.states.recurrent import RecurrentState
 from dflash.backends.torch.states.sliding import SlidingKeyValueState
@@ -22,6 +22,7 @@ KINDS: Mapping[str, type[LayerState]] = MappingProxyType(
         "DynamicLayer": FullKeyValueState,
         "DynamicSlidingWindowLayer": SlidingKeyValueState,
         "DynamicIndexedLayer": IndexedState,
+        "MiniMaxM3VLSparseCacheLayer": BlockIndexedState,
         "LinearAttentionLayer": RecurrentState,
         "LinearAttentionAndFullAttentionLayer": RecurrentAndFullState,
         "LinearAttentionAndSlidingWindowAttentionLayer": RecurrentAndSlidingState,

@@ -55,6 +55,9 @@ class LayerState(ABC):
     keeps_prefixes = True
     """Whether `commit` can keep a part of the fed rows; if not, all or none, and the kept rows are fed again."""
 
+    mask_has_fed_rows = False
+    """Whether the layer combines the mask with something of exactly the fed rows: the mask can have no surplus rows."""
+
     def __init__(self, span: Span, spec: LayerSpec) -> None:
         self.span = span
         self.spec = spec

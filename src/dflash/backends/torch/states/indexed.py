@@ -1,4 +1,5 @@
-"""Full keys and values plus the keys of a sparse-attention indexer, which chooses what each row attends to."""
+"""Full keys and values plus the keys of a sparse-attention indexer, which chooses what each row attends to: single keys
+(DeepSeek's sparse attention) or blocks of keys (MiniMax-M3's)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from dflash.backends.torch.states.full import FullKeyValueState
 
 
 class IndexedState(FullKeyValueState):
-    """As `FullKeyValueState`, with indexer keys [B, capacity, index_head_dim] beside them."""
+    """As `FullKeyValueState`, with indexer keys beside them: [B, capacity, index_head_dim]."""
+
+    mask_has_fed_rows = True
+    key_dim = 1
+    """Dimension of the indexer's keys along which they are counted."""
 
     indexer_position_ids = None
     """Positions of the indexer's keys, where a model keeps them apart; ours are always 0, 1, 2 ..."""
@@ -28,25 +33,40 @@ class IndexedState(FullKeyValueState):
         """Write the indexer keys of the running forward; return all of them, [B, span.num_keys, index_head_dim]."""
         span = self.span
         if self.indexer_keys is None:
-            self.indexer_keys = grown(indexer_key_states[:, :0], span.capacity, dim=1)
-        assert indexer_key_states.shape[1] == span.num_rows
-        self.indexer_keys.narrow(1, span.start, span.num_rows).copy_(indexer_key_states)
-        return self.indexer_keys.narrow(1, 0, span.num_keys)
+            self.indexer_keys = grown(indexer_key_states.narrow(self.key_dim, 0, 0), span.capacity, dim=self.key_dim)
+        assert indexer_key_states.shape[self.key_dim] == span.num_rows
+        self.indexer_keys.narrow(self.key_dim, span.start, span.num_rows).copy_(indexer_key_states)
+        return self.indexer_keys.narrow(self.key_dim, 0, span.num_keys)
 
     def reserve(self) -> None:
         super().reserve()
         if self.indexer_keys is not None:
-            self.indexer_keys = grown(self.indexer_keys, self.span.capacity, dim=1)
+            self.indexer_keys = grown(self.indexer_keys, self.span.capacity, dim=self.key_dim)
 
     def commit(self, path: Sequence[int]) -> None:
         super().commit(path)
         if self.indexer_keys is not None and not is_prefix(path):
-            gather(self.indexer_keys, self.span.start, path, dim=1)
+            gather(self.indexer_keys, self.span.start, path, dim=self.key_dim)
 
     def free(self) -> None:
         super().free()
         self.indexer_keys = None
 
     def committed(self) -> list[torch.Tensor]:
-        indexer = [] if self.indexer_keys is None else [self.indexer_keys[:, : self.span.start]]
+        indexer = [] if self.indexer_keys is None else [self.indexer_keys.narrow(self.key_dim, 0, self.span.start)]
         return [*super().committed(), *indexer]
+
+
+class BlockIndexedState(IndexedState):
+    """Indexer keys [B, 1, capacity, index_head_dim] whose scores are taken by blocks of positions: the rows of a tree,
+    which are stored by row and not by position, would count in a wrong block."""
+
+    supports_trees = False
+    key_dim = 2
+
+    def update_index(
+        self,
+        idx_k: torch.Tensor,  # [B, 1, rows, index_head_dim]
+    ) -> torch.Tensor:
+        """`update_indexer` under the name that the model calls."""
+        return self.update_indexer(idx_k)
