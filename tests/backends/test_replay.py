@@ -63,7 +63,7 @@ def test_replay_runs_no_projection_and_no_other_layer(family: str) -> None:
                 multiplications.append(name)
             return func(*args, **(kwargs or {}))
 
-    with Count():
+    with Count():  # type: ignore[no-untyped-call]
         session.commit(range(3))
         assert not multiplications
         feed(session, NEXT)
