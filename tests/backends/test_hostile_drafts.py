@@ -19,12 +19,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash.backends.torch.draft_loading import load_draft
+from dflash.backends.torch.loading import open_target
 from dflash.cli.errors import reported
 from dflash.core.draft_config import CONFIG_FILE, WEIGHTS_FILE
 from dflash.core.safetensors_files import INDEX_FILE
 from dflash.errors import DFlashError
 from dflash.resolve import Source, resolve_draft
-from tests.backends.tiny_pair import save_draft
+from tests.backends.tiny_pair import save_draft, save_target
 
 SLACK = 24 << 20
 """Bytes that imports and the interpreter may take beside the draft; every attack here asks for more, or never ends."""
@@ -159,11 +160,11 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
         lambda f: header(f, lambda h: h["norm.weight"].update(data_offsets=h["hidden_norm.weight"]["data_offsets"])),
         "damaged",
     ),
-    "unknown type": (lambda f: header(f, lambda h: h["norm.weight"].update(dtype="F4")), "described wrongly"),
+    "unknown type": (lambda f: header(f, lambda h: h["norm.weight"].update(dtype="F3")), "described wrongly"),
     "no offsets": (lambda f: header(f, lambda h: h["norm.weight"].pop("data_offsets")), "described wrongly"),
     "integers": (lambda f: tensor(f, "norm.weight", lambda t: t.int()), "floating-point"),
     "eight-bit floats": (lambda f: tensor(f, "norm.weight", lambda t: t.to(torch.float8_e4m3fn)), "floating-point"),
-    "complex": (lambda f: tensor(f, "norm.weight", lambda t: t.to(torch.complex64)), "described wrongly"),
+    "complex": (lambda f: tensor(f, "norm.weight", lambda t: t.to(torch.complex64)), "floating-point"),
     "NaN": (poisoned(float("nan")), "NaN or infinity"),
     "infinity": (poisoned(float("inf")), "NaN or infinity"),
     "another shape": (lambda f: tensor(f, "norm.weight", lambda t: t[:-1].clone()), "has shape"),
@@ -262,6 +263,34 @@ def test_pickles_are_refused_before_the_reader(tmp_path: Path) -> None:
     as_pickle(folder, "pytorch_model.bin")
     with pytest.raises(DFlashError, match="can run code"):
         resolve_draft(str(folder), Source(name="t", path=tmp_path))
+    assert not mark(folder).exists()
+
+
+TARGET_ATTACKS = [
+    "truncated",
+    "huge shape",
+    "shape whose product wraps",
+    "header nested without end",
+    "index to nothing",
+    "index to a parent folder",
+    "index to an absolute path",
+    "index to a pickle",
+    "pickle under another name",
+]
+
+
+@pytest.mark.parametrize("name", TARGET_ATTACKS)
+def test_hostile_targets_are_refused_before_their_library_opens_them(name: str, tmp_path: Path) -> None:
+    """Guards against the same tricks in a target's folder, whose weights are read by Transformers."""
+    attack, words = ATTACKS[name]
+    folder = save_target(tmp_path / "target")
+    tensors = load_file(folder / WEIGHTS_FILE)
+    save_file(tensors | {"norm.weight": torch.ones(32)}, folder / WEIGHTS_FILE)  # the name that attacks change
+    attack(folder)
+    measured, before = reset_peak(), peak_bytes()
+    with pytest.raises(DFlashError, match=words):
+        open_target(str(folder), dtype="float32", device="cpu")
+    assert not measured or peak_bytes() - before <= SLACK
     assert not mark(folder).exists()
 
 

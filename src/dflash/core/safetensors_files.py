@@ -27,23 +27,22 @@ _MAX_CONFIG, _MAX_INDEX = 1 << 20, 32 << 20
 """Bytes of a config and of an index, far above any real one: parsed, they take many times as much."""
 _MAX_HEADER = 100_000_000
 """The limit of the format's own library."""
-_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
+_BITS = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F16": 16,
+    "BF16": 16,
+    "F32": 32,
+    "F64": 64,
+    "C64": 64,
+    **{f"{sign}{bits}": bits for sign in "IU" for bits in (8, 16, 32, 64)},
 }
+"""Types of the format and their sizes."""
 FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 """Types that a draft's weights may be stored in."""
 _NUMPY: dict[str, type[np.generic]] = {"BOOL": np.bool_, "I32": np.int32, "I64": np.int64, "U8": np.uint8}
@@ -70,12 +69,25 @@ def read_json(path: Path, what: str, *, max_bytes: int = _MAX_CONFIG) -> dict[st
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download or export the draft again.") from error
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download or export it again.") from error
     except RecursionError as error:
         raise CheckpointError(f"{path} is nested too deeply to be a {what}; download it again.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object; download or export the draft again.")
+        raise CheckpointError(f"{path} must hold a JSON object; download or export it again.")
     return value
+
+
+def check_weight_files(folder: Path) -> None:
+    """Check a target's weights files before its library opens them: whole, and in their folder by name (links may lead
+    elsewhere, as people keep large files). Files under unusual names are left to that library.
+
+    Raises CheckpointError for damaged files and for an index that names paths or other formats.
+    """
+    if (folder / WEIGHTS_FILE).exists():
+        _read_header(inside(folder, WEIGHTS_FILE, links=True))
+    elif (folder / INDEX_FILE).is_file():
+        for file in sorted(set(_index(folder, links=True).values())):
+            _read_header(inside(folder, file, links=True))
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -88,37 +100,43 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         return _read_header(inside(folder, WEIGHTS_FILE))
     if not index.is_file():
         raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}; drafts are read from safetensors only.")
-    names = read_json(inside(folder, INDEX_FILE), "index", max_bytes=_MAX_INDEX).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{index} has no weight_map; download the draft again.")
-    headers = {}
-    for file in sorted(set(map(str, names.values()))):
-        if not file.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names the file {file!r}; drafts are read from safetensors only.")
-        headers[file] = _read_header(inside(folder, file))
-    listed = {name: headers[str(file)].get(name) for name, file in names.items()}
+    names = _index(folder)
+    headers = {file: _read_header(inside(folder, file)) for file in sorted(set(names.values()))}
+    listed = {name: headers[file].get(name) for name, file in names.items()}
     missing = [name for name, tensor in listed.items() if tensor is None]
     extra = [name for header in headers.values() for name in header if name not in names]
     if missing or extra:
         what = f"promises {missing[0]}, which its file lacks" if missing else f"leaves out {extra[0]}"
-        raise CheckpointError(f"{index} {what}; download the draft again.")
+        raise CheckpointError(f"{index} {what}; download it again.")
     return {name: tensor for name, tensor in listed.items() if tensor is not None}
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The file `name` of a folder. Raises CheckpointError if it is a path, or a link that leads out of the folder.
+def _index(folder: Path, *, links: bool = False) -> dict[str, str]:
+    """Tensor name -> file, as the index says."""
+    path = inside(folder, INDEX_FILE, links=links)
+    names = read_json(path, "index", max_bytes=_MAX_INDEX).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{path} has no weight_map; download it again.")
+    for file in names.values():
+        if not isinstance(file, str) or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{path} names the file {file!r}; weights are read from safetensors only.")
+    return names
 
-    The hub's cache keeps a repository's files under `blobs` and links them from `snapshots/<commit>`; such links stay
-    within the repository and are followed.
+
+def inside(folder: Path, name: str, *, links: bool = False) -> Path:
+    """The file `name` of a folder. Raises CheckpointError if it is a path, or a link that leads out of the folder
+    (unless `links` may).
+
+    The hub's cache keeps a repository's files under `models--<name>/blobs` and links them from its snapshots, and from
+    folders that are downloaded to; such links are followed.
     """
     if not is_plain_name(name):
         raise CheckpointError(f"{folder} names the file {name!r}, which is not a plain name; nothing was read.")
     path = folder / name
-    if path.is_symlink():
-        home = folder.resolve()
-        allowed = [home] + ([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])
+    if path.is_symlink() and not links:
         target = path.resolve()
-        if not any(target.is_relative_to(place) for place in allowed):
+        in_cache = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+        if not in_cache and not target.is_relative_to(folder.resolve()):
             raise CheckpointError(
                 f"{path} is a link out of its folder, to {target}; nothing was read. Copy the file in its place if "
                 "it is yours."
@@ -148,7 +166,7 @@ def regular_size(path: Path) -> int:
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     size = regular_size(path)
-    again = "download or export the draft again"
+    again = "download or export it again"
     try:
         with path.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -179,16 +197,16 @@ def _entry(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
     shape: Any = described.get("shape")
     offsets: Any = described.get("data_offsets")
     kind = str(described.get("dtype"))
-    if kind not in _BYTES or not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
+    if kind not in _BITS or not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
         raise CheckpointError(
             f"{path}: the tensor {name[:80]!r} is described wrongly or has the unknown type {kind[:20]!r}; "
-            "download the draft again."
+            "download it again."
         )
     start, end = offsets
-    if end - start != math.prod(shape) * _BYTES[kind]:
+    if end - start != -(-math.prod(shape) * _BITS[kind] // 8):
         raise CheckpointError(
             f"{path} is damaged (the tensor {name[:80]!r} of shape {shape} does not take {end - start} bytes); "
-            "download the draft again."
+            "download it again."
         )
     return StoredTensor(path, kind, tuple(shape), base + start, end - start)
 

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from dflash.backends.torch.compat import text_config
 from dflash.backends.torch.gguf import converted_folder
 from dflash.core.draft_config import DraftConfig
+from dflash.core.safetensors_files import check_weight_files
 from dflash.errors import CheckpointError, ConfigError, MissingExtra, ModelError, PairError, UnsupportedModel
 from dflash.resolve import Progress, Source, resolve_target
 
@@ -155,6 +156,7 @@ def load_target(
     model, ModelError for what cannot be read, ConfigError for what does not fit into memory.
     """
     folder = converted_folder(source, progress=progress) if source.is_gguf else source.path
+    check_weight_files(folder)
     if progress is not None:
         progress(f"loading {source.name}", None)
     what, cpu = f"target '{source.name}'", torch.device("cpu")
