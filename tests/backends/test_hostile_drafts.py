@@ -287,6 +287,7 @@ def test_hostile_targets_are_refused_before_their_library_opens_them(name: str, 
     tensors = load_file(folder / WEIGHTS_FILE)
     save_file(tensors | {"norm.weight": torch.ones(32)}, folder / WEIGHTS_FILE)  # the name that attacks change
     attack(folder)
+    (folder / "decoy.safetensors").write_bytes(b"")  # so that the search for weights is content
     measured, before = reset_peak(), peak_bytes()
     with pytest.raises(DFlashError, match=words):
         open_target(str(folder), dtype="float32", device="cpu")
