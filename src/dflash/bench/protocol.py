@@ -34,9 +34,11 @@ GONE: frozenset[Failure] = frozenset({"timeout", "connection"})
 class RequestFailed(DFlashError):
     """One request got no usable answer. The runner counts it under its kind and goes on."""
 
-    def __init__(self, kind: Failure, message: str) -> None:
+    def __init__(self, kind: Failure, message: str, *, fatal: bool = False) -> None:
         super().__init__(message)
         self.kind: Failure = kind
+        self.fatal = fatal
+        """The engine is known to be gone: asking on makes no sense."""
 
 
 class Cancelled(DFlashError):
@@ -122,6 +124,8 @@ class Answer:
     token_ids: Sequence[int] | None = None
     num_tokens: int | None = None
     """Emitted tokens, a final stop token included."""
+    prompt_ids: Sequence[int] | None = None
+    """What the target was fed, chat template included."""
     num_prompt_tokens: int | None = None
     first_token_seconds: float | None = None
     """Time to the first token (TTFT)."""
@@ -130,6 +134,8 @@ class Answer:
     finish_reason: str | None = None
     """"stop" or "length"."""
     rounds: Rounds | None = None
+    remark: str | None = None
+    """What a reader must know of this answer, in a sentence (drafting was given up on the way, ...)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,13 +227,12 @@ class BackendOptions:
     tokenizer: str | None = None
     """Hub id or folder, to count tokens where a server does not."""
     timeout: float = 600.0
-    """Most seconds for one request."""
+    """Most seconds for one request to a server."""
 
     def refuse_others(self, backend: str, *known: str) -> None:
-        """Raise ConfigError if something was said that `backend`, which reads only `known`, would ignore. The timeout
-        is the runner's and always known."""
+        """Raise ConfigError if something was said that `backend`, which reads only `known`, would ignore."""
         for one in dataclasses.fields(self):
-            if one.name not in (*known, "timeout") and getattr(self, one.name) != one.default:
+            if one.name not in known and getattr(self, one.name) != one.default:
                 option = "no-stream" if one.name == "stream" else one.name.replace("_", "-")
                 raise ConfigError(f"--{option} has no effect on --backend {backend}; leave it out.")
 

@@ -23,6 +23,8 @@ COMMANDS: dict[str, str] = {
     "audit": "dflash.cli.audit:audit",
     "prepare": "dflash.cli.prepare:prepare",
     "train": "dflash.cli.train:train",
+    "bench": "dflash.cli.bench:bench",
+    "report": "dflash.cli.bench_report:report",
     "launch": "dflash.cli.launch:launch",
     "convert": "dflash.cli.convert:convert",
     "models": "dflash.cli.models:models",

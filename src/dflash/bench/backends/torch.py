@@ -85,6 +85,12 @@ class TorchBackend:
         )
         return (PLAIN, PLAIN_EXACT, drafted) if exact else (PLAIN, drafted)
 
+    @property
+    def _tells_times(self) -> bool:
+        """On an asynchronous device the parts of a round can be told apart only by waiting for each, which would slow
+        down what is measured."""
+        return self._engine.target.device.type == "cpu"
+
     def info(self) -> BackendInfo:
         """The engine's own account of what it loaded."""
         info = self._engine.info
@@ -100,6 +106,9 @@ class TorchBackend:
             device=_device_name(self._engine.target.device),
             num_threads=info.num_threads,
             details=details,
+            notes=()
+            if self._tells_times
+            else ("On this device the time split is not told: waiting would disturb it.",),
         )
 
     def generate(self, request: Request, form: str) -> Answer:
@@ -109,9 +118,10 @@ class TorchBackend:
         pieces: list[str] = []
         token_ids: list[int] = []
         stats = Stats()
+        prompt_ids = self._prompt_ids(request)
         try:
             events = self._engine.stream(
-                prompt_ids=self._prompt_ids(request),
+                prompt_ids=prompt_ids,
                 params=_params(request),
                 use_draft=form == "dflash",
                 exact=False if form == PLAIN.name else None,
@@ -131,11 +141,13 @@ class TorchBackend:
             total_seconds=time.perf_counter() - started,
             token_ids=tuple(token_ids),
             num_tokens=stats.num_tokens,
+            prompt_ids=tuple(prompt_ids),
             num_prompt_tokens=stats.num_prompt_tokens,
             first_token_seconds=first,
             decode_seconds=stats.decode_seconds,
             finish_reason=stats.finish_reason,
-            rounds=rounds_of(stats),
+            rounds=rounds_of(stats, times=self._tells_times),
+            remark=stats.drafting_stopped,
         )
 
     def counters(self, form: str) -> Rounds | None:
@@ -178,8 +190,8 @@ class TorchBackend:
         return text
 
 
-def rounds_of(stats: Stats) -> Rounds:
-    """A generation's speculation, as its loop counted it."""
+def rounds_of(stats: Stats, *, times: bool = True) -> Rounds:
+    """A generation's speculation, as its loop counted it, with (`times`) or without its time split."""
     return Rounds(
         num_rounds=stats.num_rounds,
         num_tokens=sum(stats.acceptance_lengths),
@@ -188,9 +200,9 @@ def rounds_of(stats: Stats) -> Rounds:
         num_accepted=stats.num_accepted,
         proposed_per_slot=tuple(stats.proposed_per_slot),
         accepted_per_slot=tuple(stats.accepted_per_slot),
-        draft_seconds=stats.draft_seconds,
-        verify_seconds=stats.verify_seconds,
-        other_seconds=stats.overhead_seconds,
+        draft_seconds=stats.draft_seconds if times else None,
+        verify_seconds=stats.verify_seconds if times else None,
+        other_seconds=stats.overhead_seconds if times else None,
     )
 
 

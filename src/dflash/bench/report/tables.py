@@ -1,0 +1,203 @@
+"""The figures of a record as tables of words, for the terminal, Markdown and HTML alike. A missing figure is a dash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflash.bench.record import CellPart, FormFigures, IdentityPart, RunRecord, Span, SpeedupPart
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of words under headings. Columns up to "form" name what the others are figures of; of those before "form",
+    a cell that repeats the one above it is empty."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    @property
+    def num_named(self) -> int:
+        """Columns before "form"."""
+        return self.headings.index("form")
+
+    def grouped(self) -> list[tuple[str, list[tuple[str, ...]]]]:
+        """(name of a group, its rows without the columns that name it)."""
+        groups: list[tuple[str, list[tuple[str, ...]]]] = []
+        names = [""] * self.num_named
+        for row in self.rows:
+            named = row[: self.num_named]
+            if any(named):
+                names = [cell or before for cell, before in zip(named, names, strict=True)]
+                groups.append((" · ".join(filter(None, names)), []))
+            groups[-1][1].append(row[self.num_named :])
+        return groups
+
+
+def summary_table(record: RunRecord) -> Table:
+    """One row per data set, load and form."""
+    several_loads = _several_loads(record)
+    headings = (
+        "data set",
+        *(("load",) if several_loads else ()),
+        "form",
+        "speed-up",
+        "tokens/s",
+        "acceptance length",
+        "first token",
+        "per token",
+        "same output",
+        "failed",
+    )
+    rows = []
+    for cell in record.cells:
+        for index, figures in enumerate(cell.forms):
+            rows.append(
+                (
+                    cell.data_set if index == 0 else "",
+                    *((cell.load.label if index == 0 else "",) if several_loads else ()),
+                    form_name(cell, figures),
+                    speedup(figures.speedup),
+                    span(speed(cell, figures), "{:.1f}"),
+                    number(figures.acceptance_length, "{:.2f}"),
+                    milliseconds(middle(figures.first_token_seconds)),
+                    milliseconds(middle(figures.seconds_per_token)),
+                    same(figures.identity),
+                    failed(figures),
+                )
+            )
+    return Table("Summary", headings, tuple(rows))
+
+
+def detail_table(record: RunRecord) -> Table:
+    """Rounds, shares and memory: what stands behind the summary."""
+    several_loads = _several_loads(record)
+    rows = [
+        (
+            cell.data_set if index == 0 else "",
+            *((cell.load.label if index == 0 else "",) if several_loads else ()),
+            figures.form,
+            f"{figures.num_done} of {figures.num_requests}",
+            count(figures.num_tokens),
+            count(figures.rounds.num_rounds if figures.rounds else None),
+            milliseconds(greatest(figures.first_token_seconds)),
+            milliseconds(greatest(figures.seconds_per_token)),
+            share(figures.looping_share),
+            share(figures.copied_share),
+            share(figures.repeated_share),
+            MISSING if figures.num_unsteady is None else str(figures.num_unsteady),
+            MISSING if figures.peak_memory_bytes is None else f"{figures.peak_memory_bytes / 1e6:.0f} MB",
+        )
+        for cell in record.cells
+        for index, figures in enumerate(cell.forms)
+    ]
+    headings = (
+        "data set",
+        *(("load",) if several_loads else ()),
+        "form",
+        "answered",
+        "tokens",
+        "rounds",
+        "first token, p95",
+        "per token, p95",
+        "looping",
+        "copied",
+        "repeated",
+        "unsteady",
+        "peak memory",
+    )
+    return Table("Details", headings, tuple(rows))
+
+
+def _several_loads(record: RunRecord) -> bool:
+    return len(record.settings.loads) > 1 or not record.settings.loads[0].sequential
+
+
+def form_name(cell: CellPart, figures: FormFigures) -> str:
+    """The form's name, marked if it is what the others are divided by."""
+    several = sum(1 for one in cell.forms if one.speedup is None) > 1
+    return f"{figures.form}, fastest" if figures.form == cell.fastest_plain and several else figures.form
+
+
+def speed(cell: CellPart, figures: FormFigures) -> Span | None:
+    """Decoding speed where requests follow one another and it is told, else that of whole answers or of the load."""
+    if cell.load.sequential and figures.decode_tokens_per_second is not None:
+        return figures.decode_tokens_per_second
+    return figures.tokens_per_second
+
+
+def span(value: Span | None, form: str) -> str:
+    """'15.2 (14.9–15.6)', without the bracket for a single value."""
+    if value is None:
+        return MISSING
+    middle = form.format(value.median)
+    if len(value.values) < 2:
+        return middle
+    return f"{middle} ({form.format(value.low)}–{form.format(value.high)})"
+
+
+def speedup(value: SpeedupPart | None) -> str:
+    """'1.52× (1.50–1.54)'."""
+    if value is None:
+        return MISSING
+    ratio = value.repeats
+    bracket = f" ({ratio.low:.2f}–{ratio.high:.2f})" if len(ratio.values) > 1 else ""
+    return f"{ratio.median:.2f}×{bracket}"
+
+
+def number(value: float | None, form: str) -> str:
+    """The figure, or a dash."""
+    return MISSING if value is None else form.format(value)
+
+
+def count(value: int | None) -> str:
+    """A whole number with thin groups, or a dash."""
+    return MISSING if value is None else f"{value:,}".replace(",", " ")
+
+
+def share(value: float | None) -> str:
+    """Per cent."""
+    return MISSING if value is None else f"{value:.0%}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """'20.3 ms'."""
+    return MISSING if seconds is None else f"{1e3 * seconds:.{1 if seconds < 0.1 else 0}f} ms"
+
+
+def middle(value: Span | None) -> float | None:
+    """The median."""
+    return None if value is None else value.median
+
+
+def greatest(value: Span | None) -> float | None:
+    """The upper end: of times over requests, the 95th percentile."""
+    return None if value is None else value.high
+
+
+def same(value: IdentityPart | None) -> str:
+    """'12 of 12'."""
+    return MISSING if value is None or not value.num_compared else f"{value.num_same} of {value.num_compared}"
+
+
+def failed(figures: FormFigures) -> str:
+    """'0', or '2: 1 timeout, 1 server error'."""
+    total = sum(figures.failures.values())
+    if not total:
+        return "0"
+    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(figures.failures.items()))
+    return f"{total}: {kinds}"
+
+
+def markdown(table: Table, *, heading: str = "") -> str:
+    """A Markdown table; figures are aligned to the right."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    rule = "|" + "|".join("---" if index <= table.num_named else "---:" for index in range(len(table.headings))) + "|"
+    lines = [line(table.headings), rule, *(line(row) for row in table.rows)]
+    return (f"{heading}\n\n" if heading else "") + "\n".join(lines) + "\n"
