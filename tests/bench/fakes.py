@@ -42,6 +42,7 @@ class FakeBackend:
     max_concurrency: int = 1
     same_seed_same_text: bool = True
     tells_times: bool = True
+    draft_sha256: str = "1" * 64
     calls: list[tuple[str, Request]] = field(default_factory=list)
     closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -50,7 +51,7 @@ class FakeBackend:
         return BackendInfo(
             engine="fake 1.0",
             target=ModelInfo(name="fake-target", sha256="0" * 64),
-            draft=ModelInfo(name="fake-draft", sha256="1" * 64),
+            draft=ModelInfo(name="fake-draft", sha256=self.draft_sha256),
             block_size=4,
             dtype="float32",
             device="cpu",

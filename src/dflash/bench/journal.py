@@ -30,10 +30,14 @@ class Journal:
         """Wall time of the earlier sittings."""
         return self._seconds
 
-    def start(self) -> None:
-        """Begin a new journal. Raises ConfigError if there is one already."""
+    def refuse_existing(self) -> None:
+        """Raise ConfigError if there is a journal already."""
         if self._path.exists():
             raise ConfigError(f"{self._path} exists already: continue it with --resume, or choose another --out.")
+
+    def start(self) -> None:
+        """Begin a new journal. Raises ConfigError if there is one already."""
+        self.refuse_existing()
         self._write({"schema": SCHEMA, "fingerprint": self._fingerprint})
 
     def resume(self) -> list[BatchPart]:
@@ -54,8 +58,8 @@ class Journal:
             raise DataError(f"{self._path}: is no journal of this version's benchmark; start the run anew.")
         if rows[0].get("fingerprint") != self._fingerprint:
             raise ConfigError(
-                f"{self._path} was made with other questions, settings or forms; give the same options as then, "
-                "or start a new run with another --out."
+                f"{self._path} was made with other questions, settings, forms or weights; give the same options "
+                "as then, or start a new run with another --out."
             )
         batches: dict[object, BatchPart] = {}
         for number, row in enumerate(rows[1:], start=2):

@@ -92,6 +92,11 @@ class LoadPart(Part):
         return f"{self.rate:g} per second" if self.rate is not None else f"{self.concurrency} at once"
 
     @property
+    def short(self) -> str:
+        """The same for a chart: 'c=4', '2.5/s'."""
+        return f"{self.rate:g}/s" if self.rate is not None else f"c={self.concurrency}"
+
+    @property
     def sequential(self) -> bool:
         """One request after the other: forms can alternate prompt by prompt."""
         return self.rate is None and self.concurrency == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,21 +55,24 @@ def run_benchmark(
     """Ask everything and write `folder`/record.jsonl. Raises RequestFailed if the backend cannot even warm up, and the
     journal's errors."""
     started = datetime.datetime.now(datetime.UTC)
-    journal = Journal(folder / JOURNAL_FILE, workload.fingerprint(list(backend.forms)))
+    info = backend.info()  # now, because afterwards the engine may be gone
+    journal = Journal(folder / JOURNAL_FILE, fingerprint(backend_name, backend, workload, info))
     done: Sequence[BatchPart] = ()
     runner = Runner(backend, workload, journal)
     if resume:
         done = journal.resume()
+    else:
+        journal.refuse_existing()  # before the warm-up takes its time
     runner.warm_up()
     if not resume:
         journal.start()
     outcome = runner.run(done, tick)
     seconds = journal.seconds + (datetime.datetime.now(datetime.UTC) - started).total_seconds()
     record = make_record(
-        backend_name,
-        backend,
+        _engine_part(backend_name, backend, info),
         workload,
         outcome,
+        info.notes,
         ProvenancePart(
             command=command,
             started=started.isoformat(timespec="seconds"),
@@ -81,13 +86,17 @@ def run_benchmark(
     return Finished(record, outcome)
 
 
+def fingerprint(backend_name: str, backend: Backend, workload: Workload, info: BackendInfo) -> str:
+    """Of everything that two sittings of one run must share. A server's address is not part of it."""
+    ran = [backend_name, info.engine, repr(info.target), repr(info.draft), info.dtype, info.device, info.num_threads]
+    asked = workload.fingerprint(list(backend.forms))
+    return hashlib.sha256(json.dumps([asked, *ran]).encode()).hexdigest()
+
+
 def make_record(
-    backend_name: str, backend: Backend, workload: Workload, outcome: Outcome, provenance: ProvenancePart
+    engine: EnginePart, workload: Workload, outcome: Outcome, notes: Sequence[str], provenance: ProvenancePart
 ) -> RunRecord:
-    """The record of what was asked and answered."""
-    info = backend.info()
-    engine = _engine_part(backend_name, backend, info)
-    greedy = workload.sampling.temperature == 0
+    """The record of what was asked and answered; `notes` are the backend's."""
     sampling = workload.sampling
     return RunRecord(
         finished=outcome.stopped_by is None,
@@ -117,8 +126,12 @@ def make_record(
             repeats=workload.repeats,
             warm_up_tokens=workload.warm_up_tokens,
         ),
-        cells=cells(outcome.batches, engine.forms, compare_drawn=None if greedy else backend.same_seed_same_text),
-        notes=[*info.notes, *_notes(workload, outcome, engine)],
+        cells=cells(
+            outcome.batches,
+            engine.forms,
+            compare_drawn=None if sampling.temperature == 0 else engine.same_seed_same_text,
+        ),
+        notes=[*notes, *_notes(workload, outcome, engine)],
         batches=outcome.batches,
     )
 

@@ -105,11 +105,14 @@ class Runner:
         outcome = Outcome([])
         started = self._clock.now()
         for batch in remaining(plan(self._workload, list(self._forms.values())), list(batches.values())):
-            part = self._ask(batch, outcome, tick)
-            if part is not None:
-                batches[part.key] = part
-                self._journal.add(part)
-                self._remember(part)
+            try:
+                part = self._ask(batch, outcome, tick)
+                if part is not None:
+                    batches[part.key] = part
+                    self._journal.add(part)
+                    self._remember(part)
+            except KeyboardInterrupt:  # between two requests
+                outcome.interrupted = True
             if outcome.interrupted:
                 outcome.stopped_by = "stopped by the user (Ctrl-C)"
                 break
@@ -226,7 +229,8 @@ def request_part(answer: Answer, prompt_id: str, turn: int, share: SharePart | N
 
 def rounds_part(rounds: Rounds) -> RoundsPart:
     """A backend's rounds as they go into the record."""
-    return RoundsPart.model_validate(dataclasses.asdict(rounds))
+    values = vars(rounds)  # not dataclasses.asdict, which takes a Counter apart wrongly
+    return RoundsPart.model_validate({**values, "lengths": None if rounds.lengths is None else dict(rounds.lengths)})
 
 
 def difference(after: Rounds, before: Rounds) -> RoundsPart:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 EXIT_INCOMPLETE = 3
 """Requests failed, or the engine was gone before the end; what was measured is kept."""
 EXIT_INTERRUPTED = 130
+UNWRAPPED = 200
+"""Columns of a table that goes to a file or a pipe."""
 _SERVERS = ("openai", "vllm", "sglang")
 DEFAULT_FOLDER = Path("runs") / "bench"
 
@@ -160,6 +162,7 @@ def _write_report(record: RunRecord, folder: Path) -> None:
 
 
 def _print(record: RunRecord, folder: Path) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -167,16 +170,21 @@ def _print(record: RunRecord, folder: Path) -> None:
     from dflash.bench.report.tables import summary_table
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=UNWRAPPED)
     engine = record.engine
     parts = [engine.engine, engine.target.name if engine.target else "", engine.dtype, engine.device]
     threads = None if engine.num_threads is None else f"{engine.num_threads} thread(s)"
     console.print(" · ".join(filter(None, [*parts, threads])), markup=False, highlight=False, soft_wrap=True)
     words = summary_table(record)
-    table = RichTable()
-    for index, heading in enumerate(words.headings):
-        table.add_column(heading, justify="left" if index <= words.num_named else "right")
-    for row in words.rows:
-        table.add_row(*(Text(cell) for cell in row))
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = words.headings[words.num_named :]
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left")
+    for name, rows in words.grouped():
+        table.add_row(Text(name, style="bold"))
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
     console.print(table)
     for note in record.notes:
         console.print(f"· {note}", markup=False, highlight=False, soft_wrap=True)

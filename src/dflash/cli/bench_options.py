@@ -20,9 +20,9 @@ measuring_option = functools.partial(Option, rich_help_panel="How it is measured
 output_option = functools.partial(Option, rich_help_panel="Output")
 
 DEFAULT_LIMIT = 8
-DEFAULT_TOKENS = 40
+DEFAULT_TOKENS = 32
 DEFAULT_REPEATS = 2
-"""Together with the built-in prompts: about two and a half minutes at 16 tokens/s, three forms measured."""
+"""Together with the built-in prompts: under two and a half minutes at 14 tokens/s, three forms measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,9 @@ SPECULATIVE, PLAIN, LIMIT = "#2563eb", "#94a3b8", "#b45309"
 SERIES = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 PARTS = (("draft", "#2563eb"), ("verify", "#94a3b8"), ("other", "#d97706"))
 MAX_SERIES = len(SERIES)
-STYLE: dict[str, Any] = {
+STYLE: Any = {  # matplotlib types the key of every setting
     "svg.fonttype": "none",
+    "svg.hashsalt": "dflash",
     "font.family": "sans-serif",
     "font.sans-serif": ["Helvetica Neue", "Arial", "DejaVu Sans"],
     "font.size": 10,
@@ -54,7 +55,7 @@ class Chart:
 
 def draw_charts(records: Sequence[Labelled], columns: Sequence[Column], points: Sequence[Point]) -> list[Chart]:
     """Every chart that the records have figures for."""
-    with mpl.rc_context({**STYLE, "svg.hashsalt": "dflash"}):
+    with mpl.rc_context(STYLE):
         drawn = [
             _speedups(columns),
             _histogram(columns),

@@ -105,7 +105,7 @@ def columns(records: Sequence[Labelled]) -> list[Column]:
         if kind_of(one.record, figures.form) == "speculative" and figures.num_done
     ]
     several_records = len(records) > 1
-    several_loads = len({cell.load.label for _, cell, _ in found}) > 1
+    several_loads = {one.label for one, _, _ in found if len(one.record.settings.loads) > 1}
     several_forms = len({figures.form for _, _, figures in found}) > 1 and not several_records
     return [
         Column(
@@ -113,7 +113,7 @@ def columns(records: Sequence[Labelled]) -> list[Column]:
                 [
                     *([one.label] if several_records else []),
                     cell.data_set,
-                    *([cell.load.label] if several_loads else []),
+                    *([cell.load.short] if one.label in several_loads else []),
                     *([figures.form] if several_forms else []),
                 ]
             ),

@@ -184,12 +184,8 @@ def same(value: IdentityPart | None) -> str:
 
 
 def failed(figures: FormFigures) -> str:
-    """'0', or '2: 1 timeout, 1 server error'."""
-    total = sum(figures.failures.values())
-    if not total:
-        return "0"
-    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(figures.failures.items()))
-    return f"{total}: {kinds}"
+    """'0', or '1 timeout, 2 server error'."""
+    return ", ".join(f"{number} {kind}" for kind, number in sorted(figures.failures.items())) or "0"
 
 
 def markdown(table: Table, *, heading: str = "") -> str:
