@@ -43,8 +43,9 @@ test: setup
 
 # The browser that the report's test looks for; without one that test says so and is skipped.
 chromium: setup
-	@command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null \
-	    || scripts/get_chromium.sh $(VENV)/chromium
+	@for name in chromium-headless-shell chromium chromium-browser google-chrome; do \
+	    if command -v $$name >/dev/null; then exit 0; fi; \
+	done; scripts/get_chromium.sh $(VENV)/chromium
 
 test-report: chromium
 	$(TEST_ENV) $(BIN)/python -m pytest tests/bench/test_report.py

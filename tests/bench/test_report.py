@@ -249,4 +249,4 @@ def test_the_browser_hears_errors(browser: Browser, tmp_path: Path) -> None:
 def is_coloured(colour: object) -> bool:
     """Whether a pixel belongs to what is drawn: axes, letters and ground are grey, black or white."""
     assert isinstance(colour, tuple)
-    return max(colour) - min(colour) > 60
+    return bool(max(colour) - min(colour) > 60)
