@@ -308,6 +308,11 @@ LOSSLESS = [name for name, family in ARCHITECTURES.items() if family.refused is 
 REFUSED = [name for name, family in ARCHITECTURES.items() if family.refused is not None]
 
 
+def base_values(family: str) -> dict[str, Any]:
+    """Configuration of the family's language model, to be put into a wrapper."""
+    return {**_SMALL, **ARCHITECTURES[family].changes}
+
+
 @cache
 def model_of(family: str) -> PreTrainedModel:
     """The family's tiny model; shared by all tests, which must leave it as it is."""

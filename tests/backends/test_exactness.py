@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash.backends.torch.exactness import _probe, probe
+from dflash.backends.torch.states.sliding import PAGE
 from dflash.backends.torch.target import TorchTarget
 from dflash.types import Proposal, Verdict
+from tests.backends.architectures import ARCHITECTURES
 from tests.backends.tiny_targets import llama, qwen3, tokens
 
 NUDGE = 1e-5
@@ -149,3 +152,52 @@ def test_probe_leaves_the_model_as_it_was() -> None:
 def test_short_contexts_limit_the_probe() -> None:
     """Fault: the probe itself runs out of the context of a small model."""
     assert probe(llama(max_length=16), max_width=32).widths_tried[-1] == 5
+
+
+def wide(family: str) -> PreTrainedModel:
+    """The tiny model with heads of 16: with 8, attention kernels have no width class."""
+    architecture = ARCHITECTURES[family]
+    heads = {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16, "max_position_embeddings": 2048}
+    return dataclasses.replace(architecture, changes={**architecture.changes, **heads}).build()
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Gemma 3"])
+def test_windows_give_the_same_bits_over_pages(family: str) -> None:
+    """Fault: storage of a window moves on at another token in plain than in speculative decoding, and with it the
+    order of summation. Texts beyond a page; plain steps against blocks with rejected tails."""
+    model = wide(family)
+    found = probe(model, max_width=16)
+    if not found.holds:
+        pytest.skip(f"no width class on this machine: {found.reason}")
+    target = TorchTarget(model, exact_width=found.width)
+    text = tokens(PAGE + 40, seed=6)
+    plain, drafted = target.session(), target.session()
+    for session in (plain, drafted):
+        session.prefill(text[: PAGE - 12])
+    fed = PAGE - 12
+    while fed < PAGE + 24:
+        kept = 1 + fed % 5
+        block = drafted.verify(text[fed], Proposal((*text[fed + 1 : fed + kept], 1, 2)))
+        drafted.commit(range(kept))
+        for row in range(kept):
+            step = plain.verify(text[fed + row], Proposal())
+            plain.commit(range(1))
+            assert torch.equal(step.logits[0], block.logits[row]), fed + row
+        fed += kept
+    target.close()
+
+
+def test_windows_that_may_not_move_on_are_noticed() -> None:
+    """Fault: the probe tries the front of the text only, where no window has moved on yet."""
+    model = wide("Mistral")
+    found = probe(model, max_width=16)
+
+    def nudged(module: object, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]) -> None:
+        mask = kwargs["attention_mask"]
+        if mask is not None and mask.shape[-1] > PAGE and (mask[..., :PAGE] != 0).all():
+            kwargs["hidden_states"].add_(NUDGE)
+
+    model.get_decoder().layers[0].self_attn.register_forward_pre_hook(nudged, with_kwargs=True)
+    broken = probe(model, max_width=16)
+    assert not broken.holds
+    assert not found.holds or "in front of a window" in broken.reason

@@ -17,10 +17,22 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from dflash.errors import MissingExtra, UnsupportedModel
 
@@ -29,6 +41,7 @@ __all__ = [
     "CacheLayerMixin",
     "LayerSpec",
     "LinearAttentionCacheLayerMixin",
+    "auto_class",
     "cache_argument",
     "check_cache",
     "check_transformers",
@@ -71,6 +84,16 @@ def cache_argument(model: PreTrainedModel) -> str:
         f"{type(model).__name__} takes neither `cache` nor `past_key_values`, so its state cannot be rolled back; "
         "use a decoder-only language model with a key/value cache."
     )
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of Transformers that opens a checkpoint of this configuration as a language model.
+
+    Some multimodal models (Kimi-K2.5) are known to it only with their images; decoding then uses their language model.
+    """
+    name = getattr(config, "model_type", None)
+    is_wrapper = name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if is_wrapper else AutoModelForCausalLM
 
 
 _COMMON_CACHES = frozenset({"Cache", "DynamicCache"})

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from dflash.backends.torch.compat import text_config
+from dflash.backends.torch.compat import auto_class, text_config
 from dflash.backends.torch.gguf import converted_folder
 from dflash.core.draft_config import DraftConfig
 from dflash.core.safetensors_files import check_weight_files
@@ -161,13 +161,18 @@ def load_target(
         progress(f"loading {source.name}", None)
     what, cpu = f"target '{source.name}'", torch.device("cpu")
     with fits_memory(what, dtype, cpu), _loading_errors(source, folder), _bars_to(progress, f"loading {source.name}"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+        config = AutoConfig.from_pretrained(folder, **options)
+        # Quantised weights cannot be moved any more, so they are put where they belong at once.
+        quantised = getattr(config, "quantization_config", None) is not None
+        loaded: Any = auto_class(config).from_pretrained(
             folder,
+            config=config,
             dtype=dtype,
+            device_map={"": device} if quantised else None,
             use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
             output_loading_info=True,
+            **options,
         )
         model, info = loaded
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -180,7 +185,7 @@ def load_target(
     if info["unexpected_keys"]:
         logger.info("'%s': %d tensors are not used by this model class", source.name, len(info["unexpected_keys"]))
     with fits_memory(what, dtype, device):
-        model = model.to(device)
+        model = model if quantised else model.to(device)
     return LoadedTarget(model.eval(), tokenizer, folder)
 
 
