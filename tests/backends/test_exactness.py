@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -192,7 +193,7 @@ def test_windows_that_may_not_move_on_are_noticed() -> None:
     model = wide("Mistral")
     found = probe(model, max_width=16)
 
-    def nudged(module: object, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]) -> None:
+    def nudged(module: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
         mask = kwargs["attention_mask"]
         if mask is not None and mask.shape[-1] > PAGE and (mask[..., :PAGE] != 0).all():
             kwargs["hidden_states"].add_(NUDGE)

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import (  # type: ignore[import-untyped]
+    AlignDevicesHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
 from transformers import AutoConfig, PreTrainedModel
 
 from dflash.backends.torch import compat
