@@ -17,8 +17,10 @@ from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file
 
 from dflash import load
-from dflash.backends.torch.draft_model import DraftModel, load_draft
-from dflash.core.draft_config import CONFIG_FILE, WEIGHTS_FILE, read_draft_config
+from dflash.backends.torch.draft_loading import load_draft
+from dflash.backends.torch.draft_model import DraftModel
+from dflash.core.draft_config import CONFIG_FILE, WEIGHTS_FILE
+from dflash.core.draft_reader import read_draft_config
 from dflash.errors import CheckpointError, DFlashError, UnsupportedModel
 from dflash.gguf_draft import translate, translated_folder
 from dflash.resolve import resolve_draft, resolve_target

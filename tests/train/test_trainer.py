@@ -23,7 +23,7 @@ from dflash.backends.torch.draft_loading import load_draft
 from dflash.backends.torch.drafters.dflash import DFlashDrafter
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
-from dflash.core.draft_config import read_draft_config
+from dflash.core.draft_reader import read_draft_config
 from dflash.core.loop import speculative_rounds
 from dflash.core.stopping import StopRule
 from dflash.errors import CheckpointError, ConfigError
