@@ -105,6 +105,7 @@ BENCH_BACKENDS: Mapping[str, str] = MappingProxyType(
         "openai": "dflash.bench.backends.openai:open_backend",
         "vllm": "dflash.bench.backends.vllm:open_backend",
         "sglang": "dflash.bench.backends.sglang:open_backend",
+        "transformers": "dflash.bench.backends.transformers:open_backend",
     }
 )
 """What `dflash bench` can measure -> "module:attribute" that opens it (`bench/protocol.py`), imported on use."""
