@@ -29,13 +29,19 @@ SOON = 20.0
 ROOT = Path(__file__).parents[2]
 
 
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 class Stage:
     """One fake engine: how it is to behave, on which port, and what it reported of itself."""
 
     def __init__(self, folder: Path, habit: str = "") -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self.report, self.log = folder / "report.json", folder / "engine.log"
         self.environment: Mapping[str, str] = {
             **os.environ,

@@ -79,6 +79,12 @@ PUBLISHED: tuple[PublishedDraft, ...] = (
     ),
     *_deepspec(),
     PublishedDraft(
+        draft="z-lab/Qwen3.5-27B-DFlash",
+        target="Qwen/Qwen3.5-27B",
+        kind="dflash",
+        block_size=16,
+    ),
+    PublishedDraft(
         draft="z-lab/Qwen3.6-27B-DFlash",
         target="Qwen/Qwen3.6-27B",
         kind="dflash",

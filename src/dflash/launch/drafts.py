@@ -5,13 +5,18 @@ Reads no weights. A draft on the hub is named, not downloaded: the engine fetche
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from dflash.errors import CheckpointError
+from dflash.core.dialects.base import Checkpoint, Lookup
+from dflash.core.draft_config import CONFIG_FILE, DraftConfig
+from dflash.core.draft_reader import find_dialect, read_draft
+from dflash.core.safetensors_files import read_json
+from dflash.errors import CheckpointError, UnsupportedModel
 
-SLIDING = "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,59 +64,89 @@ class ServedDraft:
         return replace(self, location=location, revision=revision)
 
 
-def read_served_draft(raw: Mapping[str, Any], location: str, *, revision: str | None = None) -> ServedDraft:
-    """The facts of a parsed config.json. Raises CheckpointError if what every engine needs is missing."""
+def draft_in_folder(folder: Path) -> ServedDraft:
+    """The facts of a draft on this machine, in any layout, its weights' names and shapes checked.
+
+    Raises CheckpointError for a damaged draft. A draft that only an engine runs is read as far as its flags need.
+    """
+    location = str(folder.absolute())
+    try:
+        found = read_draft(folder)
+    except UnsupportedModel:
+        return by_signs(read_json(folder / CONFIG_FILE, "config"), location)
+    return _facts(found.config, found.dialect, location, None)
+
+
+def draft_by_config(raw: Mapping[str, Any], location: str, revision: str | None = None) -> ServedDraft:
+    """The facts of a config.json whose weights are elsewhere; where a layout tells something by its tensors only, the
+    words of the config have to do. Raises CheckpointError if it states no block."""
+    found = Checkpoint(raw, f"the config.json of draft '{location}'")
+    dialect = find_dialect(found)
+    try:
+        config = dialect.resolve(found, Lookup(found.source, dialect.levels(found)))
+    except (UnsupportedModel, CheckpointError):
+        return by_signs(raw, location, revision)
+    return _facts(config, dialect.name, location, revision)
+
+
+def _facts(config: DraftConfig, dialect: str, location: str, revision: str | None) -> ServedDraft:
+    layers = [config.attention_of(number) for number in range(config.num_hidden_layers)]
+    kind = "dspark" if config.anchor_predicts else config.kind  # DeepSpec's DFlash is a DSpark without its head
+    return ServedDraft(
+        location=location,
+        revision=revision,
+        kind=f"{dialect}-{kind}" if dialect == "speculators" else kind,
+        block_size=config.block_size,
+        anchor_predicts=config.anchor_predicts,
+        layer_types=tuple(FULL if layer.window is None else SLIDING for layer in layers),
+        is_causal=all(layer.causal for layer in layers),
+        target_layer_ids=config.target_layer_ids,
+        num_target_layers=config.num_target_layers,
+        hidden_size=config.target_hidden_size or config.hidden_size,
+        vocab_size=config.vocab_size,
+        own_draft_vocabulary=config.draft_vocabulary_file is not None,
+    )
+
+
+def by_signs(raw: Mapping[str, Any], location: str, revision: str | None = None) -> ServedDraft:
+    """A draft that this package does not run (Domino, DSpine, ...), or cannot without its weights: family, block and
+    windows by the words of the config alone."""
     nested = raw.get("dflash_config")
-    inner: Mapping[str, Any] = nested if isinstance(nested, Mapping) else {}
+    levels = [level for level in (nested, raw) if isinstance(level, Mapping)]
 
     def find(key: str) -> Any:
-        return inner[key] if inner.get(key) is not None else raw.get(key)
+        return next((level[key] for level in levels if level.get(key) is not None), None)
 
-    kind = _kind(raw, find)
     block_size = find("block_size")
     if type(block_size) is not int or block_size < 2:
         raise CheckpointError(
             f"the config.json of draft '{location}' states block_size {block_size!r}; an engine has to be told how "
             "many tokens to propose, so add the value the draft was trained with."
         )
-    taps = find("target_layer_ids")
-    layers = raw.get("layer_types")
-    causal = raw.get("is_causal")
+    kind = _family(raw, find)
+    stated = next((find(key) for key in ("sample_from_anchor", "shift_label") if find(key) is not None), None)
+    layers, taps = raw.get("layer_types"), find("target_layer_ids")
     return ServedDraft(
         location=location,
         revision=revision,
         kind=kind,
         block_size=block_size,
-        anchor_predicts=_anchor_predicts(kind, find),
+        anchor_predicts=kind == "dspark" if stated is None else bool(stated) and kind != "domino",
         layer_types=tuple(layers) if isinstance(layers, list) else None,
-        is_causal=causal if isinstance(causal, bool) else None,
         target_layer_ids=tuple(taps) if isinstance(taps, list) else None,
         num_target_layers=find("num_target_layers"),
-        hidden_size=raw.get("target_hidden_size") or raw.get("hidden_size"),
         vocab_size=raw.get("vocab_size"),
-        own_draft_vocabulary=find("draft_vocabulary_file") is not None,
     )
 
 
-def _kind(raw: Mapping[str, Any], find: Any) -> str:
-    """The family of heads, by the signs that published configs carry."""
-    architectures = raw.get("architectures") or []
-    if raw.get("speculators_config") or raw.get("speculators_model_type"):
-        return f"speculators-{raw.get('speculators_model_type') or 'unknown'}"
+def _family(raw: Mapping[str, Any], find: Callable[[str], Any]) -> str:
+    if speculators := raw.get("speculators_model_type"):
+        return f"speculators-{speculators}"
     if raw.get("dspine_config"):
         return "dspine"
-    projector = find("projector_type")
-    if projector in ("dspark", "domino"):
-        return str(projector)
-    if find("markov_rank") is not None or any("DSpark" in name for name in architectures):
+    if find("projector_type"):
+        return str(find("projector_type"))
+    architectures = " ".join(raw.get("architectures") or [])
+    if "DSpark" in architectures:
         return "dspark"
-    if find("selector_rank") or find("conv_kernel_size") or "DFlash2DraftModel" in architectures:
-        return "dflash2"
-    return "dflash"
-
-
-def _anchor_predicts(kind: str, find: Any) -> bool:
-    for key in ("sample_from_anchor", "shift_label"):
-        if find(key) is not None:
-            return bool(find(key))
-    return kind == "dspark"
+    return "dflash2" if "DFlash2" in architectures else "dflash"

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dflash.core.published import published_for
 from dflash.errors import CheckpointError, ModelError
-from dflash.launch.drafts import ServedDraft, read_served_draft
+from dflash.launch.drafts import ServedDraft, draft_by_config, draft_in_folder
 from dflash.launch.plan import ServedTarget
-from dflash.launch.published import DRAFT_OF, FACTS
+from dflash.launch.published import known_draft
 from dflash.registry import DRAFTS, TARGETS
 from dflash.resolve import AUTO, Progress, Source, resolve_draft, resolve_target
 
@@ -54,16 +55,16 @@ def served_draft(spec: str, target: ServedTarget, *, fetch: FetchConfig | None =
 
     Raises ModelError if there is none or its config cannot be had, CheckpointError if that says too little.
     """
-    if spec == AUTO and target.name in DRAFT_OF:
-        return FACTS[DRAFT_OF[target.name]]
+    if spec == AUTO and (published := published_for(target.name)) is not None:
+        spec = published.draft
     hub = _hub_id(spec) if spec != AUTO else None
     if hub is not None:
         repo, revision = hub
-        if repo in FACTS:
-            return FACTS[repo].at(repo, revision)
-        return read_served_draft((fetch or _fetch_config)(repo, revision), repo, revision=revision)
+        if (known := known_draft(repo)) is not None:
+            return known.at(repo, revision)
+        return draft_by_config((fetch or _fetch_config)(repo, revision), repo, revision)
     source = resolve_draft(spec, Source(name=target.name, path=Path(target.location)))
-    return read_served_draft(_read_config(source.path), str(source.path.absolute()))
+    return draft_in_folder(source.path)
 
 
 def pair_problems(draft: ServedDraft, target: ServedTarget) -> list[str]:

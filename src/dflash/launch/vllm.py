@@ -17,7 +17,13 @@ DEFAULT_PORT = 8000
 BATCHED_TOKENS = "32768"
 """Draft slots count against vLLM's budget of tokens per step; the drafts' authors serve with this one."""
 
-METHODS = {"dflash": "dflash", "dflash2": "dflash", "dspark": "dspark", "speculators-dflash": "dflash"}
+METHODS = {
+    "dflash": "dflash",
+    "dflash2": "dflash",
+    "dspark": "dspark",
+    "speculators-dflash": "dflash",
+    "speculators-dspark": "dspark",
+}
 """Kind of draft -> vLLM's method."""
 
 SPECULATION = "--speculative-config"
@@ -99,7 +105,7 @@ def _variables(request: LaunchRequest) -> dict[str, str]:
 
 def _needs_second_runner(draft: ServedDraft) -> bool:
     """Whether vLLM runs this draft in its second model runner only."""
-    return draft.has_mixed_windows or draft.kind in ("dflash2", "dspark")
+    return draft.has_mixed_windows or METHODS.get(draft.kind) == "dspark" or draft.kind == "dflash2"
 
 
 def _problems(request: LaunchRequest) -> list[str]:
