@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import dataclasses
 import json
 import time
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash.bench.protocol import BackendOptions, Request, RequestFailed
+from dflash.bench.protocol import BackendOptions, Form, Request, RequestFailed
 from dflash.bench.record import RunRecord
 from dflash.cli import bench
 from dflash.cli.bench_options import DEFAULT_LIMIT, DEFAULT_REPEATS, DEFAULT_TOKENS
@@ -114,6 +115,18 @@ def test_servers_are_not_sent_the_default_pair(fake: Bench, monkeypatch: pytest.
     assert "secret" not in (fake.folder / "run" / "record.jsonl").read_text(encoding="utf-8")
 
 
+def test_chosen_forms(fake: Bench) -> None:
+    """Guards against --form that is ignored, and a form that is measured without being asked for."""
+    rare = Form(name="rare", kind="speculative", description="not by default")
+    fake.backend.forms = (*fake.backend.forms, dataclasses.replace(rare, by_default=False))
+    assert fake.run("--limit", "1").code == 0
+    assert {form for form, _ in fake.backend.calls} == {"plain", "plain-exact", "dflash"}
+    del fake.backend.calls[:]
+    assert fake.run("--limit", "1", "--form", "dflash", "--form", "plain", out="two").code == 0
+    assert {form for form, _ in fake.backend.calls} == {"plain", "dflash"}
+    assert [form.name for form in fake.record("two").engine.forms] == ["plain", "dflash"]
+
+
 WRONG: dict[str, tuple[str, ...]] = {
     "unknown; choose one of torch": ("--backend", "tensorrt"),
     "is unknown. Known: built-in": ("--dataset", "gsm9k"),
@@ -127,6 +140,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "limit must be at least 1": ("--limit", "0"),
     "is not set": ("--api-key-env", "NO_SUCH_VARIABLE_ANYWHERE"),
     "--data-dir has no effect": ("--data-dir", "."),
+    "none of this backend's forms: plain": ("--form", "fast"),
     "Give the folder": ("--resume", "nowhere"),
 }
 

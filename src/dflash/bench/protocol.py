@@ -57,6 +57,8 @@ class Form:
     reference: str | None = None
     """Name of the plain form whose output this one promises to repeat, greedily or with the same seed; None: the
     fastest plain form stands in. Only speculative forms have one."""
+    by_default: bool = True
+    """Measured unless the user names the forms (`--form`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

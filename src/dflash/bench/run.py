@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dflash.bench.figures import cells
 from dflash.bench.journal import Journal
-from dflash.bench.protocol import Backend, BackendInfo, ModelInfo
+from dflash.bench.protocol import Backend, BackendInfo, Form, ModelInfo
 from dflash.bench.provenance import git_revision, machine, package_versions
 from dflash.bench.record import (
     BatchPart,
@@ -25,7 +25,7 @@ from dflash.bench.record import (
     SettingsPart,
 )
 from dflash.bench.runner import Outcome, Runner, Tick
-from dflash.bench.workload import Workload
+from dflash.bench.workload import Workload, chosen_forms
 from dflash.prepare.jsonl import write_atomically
 
 JOURNAL_FILE = "batches.jsonl"
@@ -49,16 +49,23 @@ def run_benchmark(
     folder: Path,
     *,
     command: str,
+    form_names: Sequence[str] = (),
     resume: bool = False,
     tick: Tick = lambda what, number: None,
 ) -> Finished:
-    """Ask everything and write `folder`/record.jsonl. Raises RequestFailed if the backend cannot even warm up, and the
-    journal's errors."""
+    """Ask everything and write `folder`/record.jsonl.
+
+    Args:
+        form_names: forms to be measured; empty = those that the backend measures by default.
+
+    Raises: RequestFailed if the backend cannot even warm up, ConfigError for unknown forms, the journal's errors.
+    """
     started = datetime.datetime.now(datetime.UTC)
     info = backend.info()  # now, because afterwards the engine may be gone
-    journal = Journal(folder / JOURNAL_FILE, fingerprint(backend_name, backend, workload, info))
+    forms = chosen_forms(backend.forms, form_names)
+    journal = Journal(folder / JOURNAL_FILE, fingerprint(backend_name, forms, workload, info))
     done: Sequence[BatchPart] = ()
-    runner = Runner(backend, workload, journal)
+    runner = Runner(backend, workload, journal, forms=forms)
     if resume:
         done = journal.resume()
     else:
@@ -69,7 +76,7 @@ def run_benchmark(
     outcome = runner.run(done, tick)
     seconds = journal.seconds + (datetime.datetime.now(datetime.UTC) - started).total_seconds()
     record = make_record(
-        _engine_part(backend_name, backend, info),
+        _engine_part(backend_name, backend, forms, info),
         workload,
         outcome,
         info.notes,
@@ -86,10 +93,10 @@ def run_benchmark(
     return Finished(record, outcome)
 
 
-def fingerprint(backend_name: str, backend: Backend, workload: Workload, info: BackendInfo) -> str:
+def fingerprint(backend_name: str, forms: Sequence[Form], workload: Workload, info: BackendInfo) -> str:
     """Of everything that two sittings of one run must share. A server's address is not part of it."""
     ran = [backend_name, info.engine, repr(info.target), repr(info.draft), info.dtype, info.device, info.num_threads]
-    asked = workload.fingerprint(list(backend.forms))
+    asked = workload.fingerprint(forms)
     return hashlib.sha256(json.dumps([asked, *ran]).encode()).hexdigest()
 
 
@@ -136,7 +143,7 @@ def make_record(
     )
 
 
-def _engine_part(backend_name: str, backend: Backend, info: BackendInfo) -> EnginePart:
+def _engine_part(backend_name: str, backend: Backend, forms: Sequence[Form], info: BackendInfo) -> EnginePart:
     def model(one: ModelInfo | None) -> ModelPart | None:
         return None if one is None else ModelPart(name=one.name, revision=one.revision, sha256=one.sha256)
 
@@ -145,7 +152,7 @@ def _engine_part(backend_name: str, backend: Backend, info: BackendInfo) -> Engi
         engine=info.engine,
         forms=[
             FormPart(name=one.name, kind=one.kind, description=one.description, reference=one.reference)
-            for one in backend.forms
+            for one in forms
         ],
         target=model(info.target),
         draft=model(info.draft),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dflash.bench.crowd import Clock, ask_many
@@ -24,7 +24,7 @@ from dflash.bench.protocol import (
     Rounds,
 )
 from dflash.bench.record import BatchPart, RequestPart, RoundsPart, SharePart
-from dflash.bench.workload import Batch, Workload, plan, remaining
+from dflash.bench.workload import Batch, Workload, chosen_forms, plan, remaining
 from dflash.core.textshare import text_share
 from dflash.errors import ConfigError
 from dflash.prepare.prompts import Conversation
@@ -70,12 +70,21 @@ class _Health:
 class Runner:
     """One run of a workload on a backend."""
 
-    def __init__(self, backend: Backend, workload: Workload, journal: Journal, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        workload: Workload,
+        journal: Journal,
+        *,
+        forms: Sequence[Form] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self._backend = backend
         self._workload = workload
         self._journal = journal
         self._clock = clock or Clock()
-        self._forms: dict[str, Form] = {form.name: form for form in backend.forms}
+        chosen = chosen_forms(backend.forms, ()) if forms is None else forms
+        self._forms: dict[str, Form] = {form.name: form for form in chosen}
         self._health = _Health()
         self._cancelled = threading.Event()
         self._first_answers: dict[tuple[str, str, int], str] = {}

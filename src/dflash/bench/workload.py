@@ -77,6 +77,15 @@ class Batch:
         return sum(len(one.turns) for one in self.conversations)
 
 
+def chosen_forms(forms: Sequence[Form], names: Sequence[str]) -> list[Form]:
+    """Those called `names`, in the backend's order; without names, those measured by default. Raises ConfigError."""
+    known = [form.name for form in forms]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--form {name!r} is none of this backend's forms: {', '.join(known)}.")
+    return [form for form in forms if (form.name in names if names else form.by_default)]
+
+
 def plan(workload: Workload, forms: Sequence[Form]) -> Iterator[Batch]:
     """All batches in order."""
     for questions in workload.questions:

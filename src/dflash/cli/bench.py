@@ -64,12 +64,13 @@ def bench(
     with working("starting") as progress:
         options = _backend_options(backend, model, server)
         opened: Backend = load_attribute(BENCH_BACKENDS[backend])(options, progress)
-    with contextlib.closing(opened), _progress(opened, workload, record.as_json) as tick:
+    with contextlib.closing(opened), _progress(opened, workload, measuring.form, record.as_json) as tick:
         finished = run_benchmark(
             backend,
             opened,
             workload,
             folder,
+            form_names=measuring.form,
             command=shlex.join(["dflash", *sys.argv[1:]]),
             resume=record.resume is not None,
             tick=tick,
@@ -135,13 +136,15 @@ def _backend_options(backend: str, model: ModelOptions, server: ServerOptions) -
 
 
 @contextlib.contextmanager
-def _progress(backend: Backend, workload: Workload, quiet: bool) -> Iterator[Tick]:
+def _progress(backend: Backend, workload: Workload, forms: list[str], quiet: bool) -> Iterator[Tick]:
     """A bar on the terminal, moved forward by whoever asks; no thread of its own, which would disturb what is timed."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from dflash.bench.workload import chosen_forms
+
     turns = sum(len(one.turns) for questions in workload.questions for one in questions.conversations)
-    total = turns * workload.repeats * len(workload.loads) * len(backend.forms)
+    total = turns * workload.repeats * len(workload.loads) * len(chosen_forms(backend.forms, forms))
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shown = console.is_terminal and not quiet

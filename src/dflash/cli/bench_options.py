@@ -128,6 +128,12 @@ class QuestionOptions:
 class MeasuringOptions:
     """How it is measured."""
 
+    form: Annotated[
+        list[str],
+        measuring_option(
+            "--form", metavar="NAME", help="Measure these forms of the backend only (docs/benchmark.md). Repeatable."
+        ),
+    ] = dataclasses.field(default_factory=list)
     repeats: Annotated[
         int, measuring_option("--repeats", metavar="N", help="Times that everything is asked in every form.")
     ] = DEFAULT_REPEATS
