@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import dataclasses
 import json
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,6 +126,13 @@ def test_chosen_forms(fake: Bench) -> None:
     assert fake.run("--limit", "1", "--form", "dflash", "--form", "plain", out="two").code == 0
     assert {form for form, _ in fake.backend.calls} == {"plain", "dflash"}
     assert [form.name for form in fake.record("two").engine.forms] == ["plain", "dflash"]
+
+
+def test_no_password_in_the_record(fake: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against credentials in a record that is published."""
+    monkeypatch.setattr(sys, "argv", ["dflash", "bench", "--url", "http://me:secret@host:1/v1"])
+    fake.run("--limit", "1")
+    assert fake.record().provenance.command == "dflash bench --url http://host:1/v1"
 
 
 WRONG: dict[str, tuple[str, ...]] = {

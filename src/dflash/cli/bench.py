@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,7 +72,7 @@ def bench(
             workload,
             folder,
             form_names=measuring.form,
-            command=shlex.join(["dflash", *sys.argv[1:]]),
+            command=_command(sys.argv[1:]),
             resume=record.resume is not None,
             tick=tick,
         )
@@ -81,6 +82,11 @@ def bench(
     else:
         _print(finished.record, folder)
     _leave(finished, folder)
+
+
+def _command(words: Sequence[str]) -> str:
+    """The command line for the record, without names and passwords inside of addresses."""
+    return shlex.join(["dflash", *(re.sub(r"://[^/@]*@", "://", word) for word in words)])
 
 
 def _workload(questions: QuestionOptions, measuring: MeasuringOptions) -> Workload:
