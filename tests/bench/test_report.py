@@ -164,6 +164,11 @@ def test_tables_in_words(record: RunRecord, served: RunRecord) -> None:
     assert row["same output"] == "6 of 8"
     assert row["speed-up"].startswith(("1.9", "2.0"))
     assert table.rows[1][1] == "plain-exact, fastest"
+    mean = dict(zip(table.headings, table.rows[-1], strict=True))
+    assert (mean["data set"], mean["form"], mean["same output"]) == ("mean of 2 sets", "dflash", "12 of 16")
+    assert (mean["acceptance length"], mean["tokens/s"]) == ("3.00", "–")
+    assert mean["speed-up"].startswith(("1.9", "2.0"))
+    assert [row[0] for row in summary_table(served).rows if row[0].startswith("mean")] == []
     assert "server error" in " ".join(cell for row in summary_table(served).rows for cell in row)
     assert "load" in detail_table(served).headings and "load" not in detail_table(record).headings
     lines = markdown(table).splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,40 @@ def summary_table(record: RunRecord) -> Table:
                     failed(figures),
                 )
             )
+    for load in record.settings.loads:
+        rows += _mean_rows([cell for cell in record.cells if cell.load == load], several_loads)
     return Table("Summary", headings, tuple(rows))
+
+
+def _mean_rows(cells: Sequence[CellPart], several_loads: bool) -> list[tuple[str, ...]]:
+    """Means over several data sets, each set counted once, as papers give them; outputs and failures added up."""
+    if len(cells) < 2:
+        return []
+    rows = []
+    for name in (figures.form for figures in cells[0].forms if figures.acceptance_length or figures.speedup):
+        figures = [one for cell in cells for one in cell.forms if one.form == name]
+        ratios = [one.speedup.repeats.median for one in figures if one.speedup is not None]
+        lengths = [one.acceptance_length for one in figures if one.acceptance_length is not None]
+        compared = [one.identity for one in figures if one.identity is not None]
+        num_failed = sum(sum(one.failures.values()) for one in figures)
+        first = not rows
+        rows.append(
+            (
+                f"mean of {len(cells)} sets" if first else "",
+                *((cells[0].load.label if first else "",) if several_loads else ()),
+                name,
+                f"{statistics.fmean(ratios):.2f}×" if len(ratios) == len(cells) else MISSING,
+                MISSING,
+                number(statistics.fmean(lengths) if len(lengths) == len(cells) else None, "{:.2f}"),
+                MISSING,
+                MISSING,
+                f"{sum(one.num_same for one in compared)} of {sum(one.num_compared for one in compared)}"
+                if compared
+                else MISSING,
+                str(num_failed),
+            )
+        )
+    return rows
 
 
 def detail_table(record: RunRecord) -> Table:
