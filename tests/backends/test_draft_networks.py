@@ -280,6 +280,17 @@ def test_the_mask_id_is_never_picked(kind: str, target: TorchTarget) -> None:
     assert MASK not in session_of(draft, target, features).propose(3, 99).tokens
 
 
+def test_a_frozen_copy_of_the_target_is_held_once(target: TorchTarget) -> None:
+    """Guards against embedding and head held twice for drafts that carry copies, and against sharing others."""
+    draft = network(dataclasses.replace(BASE, **OWN))
+    assert draft.embed_tokens is not None
+    assert draft.lm_head is not None
+    draft.embed_tokens.weight.data = target.embed_weight.detach().clone()
+    shared: BlockDrafter = load_attribute(DRAFTERS["dflash"])(draft, target)
+    assert draft.embed_tokens.weight.data_ptr() == shared.embed_VH.data_ptr() == target.embed_weight.data_ptr()
+    assert draft.lm_head.weight.data_ptr() == shared.head_KH.data_ptr() != target.head_weight.data_ptr()
+
+
 def memoryless() -> PreTrainedModel:
     """A target whose next token depends on the current one only: attention writes nothing."""
     model = llama()

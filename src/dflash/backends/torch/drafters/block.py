@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash.backends.torch.draft_attention import ContextKV
 from dflash.backends.torch.draft_model import DraftModel
@@ -34,11 +34,10 @@ class BlockDrafter:
         self.network = network
         dtype = network.fc.weight.dtype
         self.block_ids = torch.full((1, 1, config.block_size), config.mask_token_id, device=target.device)
-        own_embedding, own_head = network.embed_tokens, network.lm_head
-        self.embed_VH = target.embed_weight.to(dtype) if own_embedding is None else own_embedding.weight
+        self.embed_VH = _table(network.embed_tokens, target.embed_weight).to(dtype)
         self.token_ids_K: Tensor | None = None
         """Target id of each scored row; None = row j is id j."""
-        head = target.head_weight if own_head is None else own_head.weight
+        head = _table(network.lm_head, target.head_weight)
         self.rows_K: Tensor | None = None
         """Rows of the draft's own tables over its vocabulary (head, W2) that are scored; None = all."""
         if network.vocabulary is not None:
@@ -57,6 +56,19 @@ class BlockDrafter:
     def tokens(self, rows: Tensor) -> Tensor:
         """Target ids of scored rows."""
         return rows if self.token_ids_K is None else self.token_ids_K[rows]
+
+
+def _table(own: nn.Module | None, theirs_VH: Tensor) -> Tensor:
+    """The draft's own embedding or head, else the target's. Many drafts carry a frozen copy of the target's, which is
+    then held once: gigabytes on large vocabularies."""
+    if own is None:
+        return theirs_VH
+    weight = own.weight
+    assert isinstance(weight, Tensor)
+    if weight.shape == theirs_VH.shape and weight.dtype == theirs_VH.dtype and torch.equal(weight, theirs_VH):
+        own.weight = nn.Parameter(theirs_VH.detach(), requires_grad=False)
+        return theirs_VH
+    return weight
 
 
 class BlockSession:
