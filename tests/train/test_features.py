@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from dflash.backends.torch.target import TorchTarget
 from dflash.errors import CheckpointError
-from dflash.train.features import MANIFEST, CachedFeatures, OnlineFeatures, cache_gigabytes
+from dflash.train.features import MANIFEST, CachedFeatures, OnlineFeatures, cache_gigabytes, weights_fingerprint
 from tests.backends.tiny_targets import FAMILIES, llama, tokens
 
 TAPS = (0, 2)
@@ -86,7 +87,9 @@ class Counting:
 
 
 def cached(folder: Path, source: Counting | None = None, **convention: Any) -> CachedFeatures:
-    return CachedFeatures(source or Counting(), folder, convention={"target": "t", "taps": [0, 2], **convention})
+    return CachedFeatures(
+        source or Counting(), folder, convention={"target": "t", "weights": "w", "taps": [0, 2], **convention}
+    )
 
 
 def test_the_store_computes_once(tmp_path: Path) -> None:
@@ -115,12 +118,57 @@ def test_another_convention_is_refused(tmp_path: Path) -> None:
     """Guards against features of other taps or of another target: they have the right shape."""
     cached(tmp_path)
     cached(tmp_path)
-    for other in ({"taps": [1, 2]}, {"target": "u"}, {"state": "normed"}):
-        with pytest.raises(CheckpointError, match="features_folder"):
+    for other in ({"taps": [1, 2]}, {"weights": "u"}, {"state": "normed"}):
+        with pytest.raises(CheckpointError, match=f"by their {next(iter(other))}; give another data.features_folder"):
             cached(tmp_path, **other)
+    cached(tmp_path, target="the same weights by another name")
     stated = json.loads((tmp_path / MANIFEST).read_text())
     assert stated["taps"] == [0, 2]
     assert "before any norm" in stated["state"]
+
+
+def test_features_without_a_fingerprint_are_refused(tmp_path: Path) -> None:
+    """Guards against a cache of another target of the same name, which earlier versions could not tell apart; who
+    knows better is told what to write, and that works."""
+    (tmp_path / MANIFEST).write_text(
+        json.dumps(
+            {"state": "decoder layer output, before any norm", "dtype": "bfloat16", "target": "t", "taps": [0, 2]}
+        )
+    )
+    with pytest.raises(CheckpointError, match=r"without a fingerprint of its weights.*features_folder") as caught:
+        cached(tmp_path)
+    match = re.search(r'add ("weights": "\w+") to its manifest', str(caught.value))
+    assert match is not None
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest | json.loads(f"{{{match[1]}}}")))
+    cached(tmp_path)
+    (tmp_path / MANIFEST).write_text("[]")
+    with pytest.raises(CheckpointError, match="damaged"):
+        cached(tmp_path)
+
+
+@torch.no_grad()
+def test_fingerprint_of_weights() -> None:
+    """Guards against a fingerprint that overlooks a single changed, moved or swapped weight, or that depends on the
+    dtype in which equal weights are held."""
+    model = llama()
+    for weight in model.parameters():
+        weight.copy_(weight.bfloat16())
+    base = weights_fingerprint(model)
+    assert weights_fingerprint(llama().bfloat16()) == base
+    matrix = next(weight for weight in model.parameters() if weight.ndim == 2 and weight.numel() > 4096)
+    found = {base}
+    for change in (
+        lambda w: w.view(-1)[1234:1235].mul_(1.01),
+        lambda w: w.copy_(w.flip(0)),
+        lambda w: w.zero_(),
+    ):
+        kept = matrix.clone()
+        change(matrix)
+        found.add(weights_fingerprint(model))
+        matrix.copy_(kept)
+    assert len(found) == 4
+    assert weights_fingerprint(model) == base
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b"[1"])

@@ -55,10 +55,13 @@ class DataConfig(_Section):
     max_length: int = Field(512, ge=8, description="Longer sequences are cut (tokens, prompt included).")
     num_anchors: int = Field(128, ge=1, description="Blocks per sequence and epoch, drawn anew each time.")
     held_out: int = Field(
-        64, ge=1, description="Sequences kept apart for evaluation; all turns of a conversation stay on one side."
+        64,
+        ge=1,
+        description="Sequences kept apart for evaluation, by a hash of their prompts: the same ones in any file. All "
+        "turns of a conversation stay on one side.",
     )
     split_seed: int = Field(0, ge=0, description="Which sequences are held out and which the limit keeps.")
-    limit: int | None = Field(None, ge=1, description="Learn from only the first so many sequences (after shuffling).")
+    limit: int | None = Field(None, ge=1, description="Learn from only the first so many sequences (by that hash).")
     features: Literal["online", "cached"] = Field(
         "online", description="Compute features in each step, or keep them on disk after the first visit."
     )

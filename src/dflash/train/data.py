@@ -1,12 +1,17 @@
 """Training sequences: answers in memory, split off the held-out ones, order and batches by (seed, epoch).
 
+Which prompts are held out is a function of the prompt and the split's seed alone, not of the file, its order or the
+limit: a draft that goes on from another (`init`) with more or other answers is not evaluated on what that one learnt.
 The order of an epoch is a pure function of (seed, epoch), so the data position of a checkpoint is two integers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
+from array import array
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +22,15 @@ from numpy.typing import NDArray
 from dflash.errors import DataError
 from dflash.prepare.answers import AnswerRow, read_answers
 
-_SPLIT_STREAM, _ORDER_STREAM, _ANCHOR_STREAM = 1, 2, 3
+logger = logging.getLogger(__name__)
+
+SPLIT = "prompt-hash-1"
+"""Name of the rule by which prompts are held out, kept beside runs and drafts; a change of the rule is a new name."""
+RESERVED_SHARE = 1 / 32
+"""Share of all prompts, by hash, that is never learnt from, whatever answers are given and however few are held out."""
+
+_ORDER_STREAM, _ANCHOR_STREAM = 2, 3  # 1 was the split's, when it was a permutation
+_HASH_BYTES = 8
 _LATER_TURN = re.compile(r"(?P<conversation>.*)#turn\d+")
 
 
@@ -60,30 +73,45 @@ def load_dataset(
     seed: int,
     vocab_size: int | None = None,
 ) -> Dataset:
-    """Read answers, shuffle by seed, keep `held_out` apart and at most `limit` of the rest.
+    """Read answers, order them by a hash of (seed, prompt), keep `held_out` apart and at most `limit` of the rest.
 
-    The turns of one conversation (ids "x", "x#turn2", ...) contain one another, so they are held out together: a few
-    sequences more than asked for, and none of them is learnt from.
+    The held-out ones are the first. Prompts whose hash lies in the lowest RESERVED_SHARE are not learnt from even where
+    fewer are held out, so that other answers never move a held-out prompt into the training part. Only where there are
+    less than `held_out` such prompts, the next ones are held out as well: a fair split, but not beside other answers.
+
+    Equal prompts, and the turns of one conversation (ids "x", "x#turn2", ...), which contain one another, are on one
+    side: a few sequences more than asked for are held out.
 
     Raises DataError if nothing can be learnt from, or for token ids at or above `vocab_size`.
     """
     sequences: list[AnswerSequence] = []
+    prompts: list[array[int]] = []
     names: list[tuple[int, str]] = []
     for source, path in enumerate(paths):
         for row in read_answers(path, vocab_size=vocab_size):
             sequence = _sequence(row, max_length)
             if (sequence.loss_mask[:-1] & sequence.loss_mask[1:]).any():
                 sequences.append(sequence)
+                prompts.append(row.prompt_ids)
                 names.append((source, row.id))
-    order = [int(i) for i in np.random.default_rng([seed, _SPLIT_STREAM]).permutation(len(sequences))]
-    groups = _conversations(names)
-    kept_apart = {groups[i] for i in order[:held_out]}
-    apart = [i for i in order if groups[i] in kept_apart]
-    rest = [i for i in order if groups[i] not in kept_apart][:limit]
+    keys = _split_keys(prompts, _conversations(names), seed)
+    order = sorted(range(len(sequences)), key=keys.__getitem__)
+    kept_apart = {keys[i] for i in order[:held_out]}
+    reserved = int(RESERVED_SHARE * 256**_HASH_BYTES)
+    rest = [i for i in order if keys[i] >= reserved and keys[i] not in kept_apart][:limit]
     if not rest:
         raise DataError(
             f"only {len(sequences)} usable answers in {', '.join(map(str, paths))}, but {held_out} are to be held out "
             "(with all turns of their conversations); prepare more answers or lower data.held_out."
+        )
+    apart = [i for i in order if keys[i] in kept_apart]
+    if (borrowed := sum(keys[i] >= reserved for i in apart)) and len(apart) < len(sequences):
+        logger.info(
+            "%d of %d held-out sequences lie outside the prompts that no run learns from (1 in %d): "
+            "a draft of init may have learnt them from other answers",
+            borrowed,
+            len(apart),
+            round(1 / RESERVED_SHARE),
         )
     return Dataset(train=[sequences[i] for i in rest], held_out=[sequences[i] for i in apart])
 
@@ -110,6 +138,21 @@ def _sequence(row: AnswerRow, max_length: int) -> AnswerSequence:
     ids = np.asarray([*prompt, *row.answer_ids], dtype=np.int64)[:max_length]
     mask = np.asarray([False] * len(prompt) + [bool(m) for m in answer_mask], dtype=np.bool_)[:max_length]
     return AnswerSequence(ids, len(prompt), mask)
+
+
+def _split_keys(prompts: Sequence[array[int]], groups: Sequence[Hashable], seed: int) -> list[int]:
+    """A number per row in 0..256^_HASH_BYTES: hash of the seed and the row's prompt, or of the shortest prompt of its
+    conversation, that of the first turn."""
+    shortest: defaultdict[Hashable, array[int]] = defaultdict(lambda: array("i"))
+    for prompt, group in zip(prompts, groups, strict=True):
+        if not shortest[group] or len(prompt) < len(shortest[group]):
+            shortest[group] = prompt
+    keys: dict[Hashable, int] = {}
+    for group, prompt in shortest.items():
+        content = np.asarray([seed, *prompt], dtype="<i8").tobytes()
+        digest = hashlib.blake2b(content, digest_size=_HASH_BYTES, person=b"dflash split").digest()
+        keys[group] = int.from_bytes(digest, "little")
+    return [keys[group] for group in groups]
 
 
 def _conversations(names: Sequence[tuple[int, str]]) -> list[Hashable]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import re
@@ -19,6 +20,9 @@ from dflash.backends.torch.draft_model import DraftModel
 from dflash.core.draft_config import CONFIG_FILE, WEIGHTS_FILE
 from dflash.prepare.jsonl import write_atomically, write_json_atomically
 from dflash.train.config import TrainConfig
+from dflash.train.data import SPLIT
+
+logger = logging.getLogger(__name__)
 
 _FOLDERS = re.compile(r"(?<![\w.~:/-])(?:/[^/\s,\[\]=]+)+/(?=[^/\s,\[\]=])")
 
@@ -45,6 +49,22 @@ def export_draft(network: DraftModel, folder: Path, config: TrainConfig, facts: 
     write_json_atomically(folder / CONFIG_FILE, network.config.to_json())
     write_recipe(folder / RECIPE_FILE, config, portable=True)
     write_json_atomically(folder / PROVENANCE_FILE, provenance() | facts)
+
+
+def check_split(draft: Path, split_seed: int) -> None:
+    """Warn if the draft in `draft`, from which a run goes on, may have learnt what that run holds out."""
+    try:
+        data = json.loads((draft / PROVENANCE_FILE).read_text(encoding="utf-8"))["data"]
+        split, seed = data.get("split"), data.get("split_seed")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        split = seed = None
+    if (split, seed) != (SPLIT, split_seed):
+        logger.warning(
+            "the draft of init does not say that it was trained on this split (%s, data.split_seed %d): it may have "
+            "learnt prompts that this run holds out, whose figures then flatter it",
+            SPLIT,
+            split_seed,
+        )
 
 
 def write_recipe(path: Path, config: TrainConfig, *, portable: bool = False) -> None:

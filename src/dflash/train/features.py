@@ -2,7 +2,8 @@
 
 A feature row t is the concatenation of the outputs of the tapped decoder layers at position t, un-normed, in tap
 order: exactly what the decode loop hands the drafter. The cached mode writes each sequence once (bfloat16
-safetensors, atomic) and states its convention in a manifest; a mismatch is refused.
+safetensors, atomic) and states its convention in a manifest, a fingerprint of the target's weights included; a mismatch
+is refused.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from dflash.prepare.jsonl import write_json_atomically
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+_SAMPLED = 4096
+"""Values per tensor in a fingerprint, about."""
 
 
 class FeatureSource(Protocol):
@@ -75,15 +78,21 @@ class CachedFeatures:
     """Write-through store in front of another source: one file per distinct sequence."""
 
     def __init__(self, source: FeatureSource, folder: Path, *, convention: dict[str, Any]) -> None:
+        """
+        Args:
+            source: computes what is not there.
+            folder: of these features alone.
+            convention: what makes them these features: taps, and the target's `weights_fingerprint`; the target's name
+                is kept for people, since equal weights may go by several names.
+
+        Raises CheckpointError for a folder of other features.
+        """
         self._source, self._folder = source, folder
         folder.mkdir(parents=True, exist_ok=True)
         manifest = folder / MANIFEST
         convention = {"state": "decoder layer output, before any norm", "dtype": "bfloat16", **convention}
         if manifest.is_file():
-            if _read_manifest(manifest) != convention:
-                raise CheckpointError(
-                    f"{folder} holds features of another target or other taps; give another data.features_folder."
-                )
+            _check_convention(folder, _read_manifest(manifest), convention)
         else:
             write_json_atomically(manifest, convention)
 
@@ -134,6 +143,37 @@ class CachedFeatures:
 def cache_gigabytes(num_tokens: int, num_taps: int, hidden_size: int) -> float:
     """Size on disk of cached features (two bytes per value)."""
     return num_tokens * num_taps * hidden_size * 2 / 1e9
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """Of all weights of `model`, whatever dtype of float32 and bfloat16, device or file they come from.
+
+    Each tensor adds its name, its shape, the exact sum of its bfloat16 bit patterns, which any changed value moves, and
+    a sample of its values in their places, which tells permuted ones apart. About a second per billion weights.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        patterns = tensor.detach().to(torch.bfloat16).flatten().view(torch.int16)
+        sample = patterns[:: max(1, patterns.numel() // _SAMPLED)].cpu().numpy().astype("<i2")
+        digest.update(f"{name};{list(tensor.shape)};{int(patterns.sum(dtype=torch.int64))};".encode())
+        digest.update(sample.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _check_convention(folder: Path, found: Any, convention: dict[str, Any]) -> None:
+    """Raise CheckpointError unless the features in `folder` are those of `convention`."""
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder / MANIFEST} is damaged; delete the folder, or give another one.")
+    keys = sorted(key for key in {*found, *convention} - {"target"} if found.get(key) != convention.get(key))
+    another = "give another data.features_folder, or delete this one"
+    if keys == ["weights"] and "weights" not in found:
+        raise CheckpointError(
+            f"{folder} holds features of '{found.get('target')}' without a fingerprint of its weights (an earlier "
+            f"version wrote them); {another}, or, if they are of these very weights, add "
+            f'"weights": "{convention["weights"]}" to its {MANIFEST}.'
+        )
+    if keys:
+        raise CheckpointError(f"{folder} holds features of another kind, by their {', '.join(keys)}; {another}.")
 
 
 def _read_manifest(path: Path) -> Any:

@@ -32,7 +32,14 @@ from dflash.resolve import Progress, resolve_draft, resolve_target
 from dflash.train import warm_start
 from dflash.train.config import NetworkConfig, TrainConfig
 from dflash.train.data import Dataset, load_dataset
-from dflash.train.features import CachedFeatures, FeatureSource, OnlineFeatures, cache_gigabytes
+from dflash.train.export import check_split
+from dflash.train.features import (
+    CachedFeatures,
+    FeatureSource,
+    OnlineFeatures,
+    cache_gigabytes,
+    weights_fingerprint,
+)
 from dflash.train.step import FrozenHead
 from dflash.train.vocabulary import most_frequent
 
@@ -134,7 +141,8 @@ def feature_source(config: TrainConfig, model: Any, taps: Sequence[int], data: D
     size = cache_gigabytes(num_tokens, len(taps), text_config(model).hidden_size)
     folder = config.data.features_folder or config.out / "features"
     logger.info("features will take %.1f GB in %s", size, folder)
-    return CachedFeatures(online, folder, convention={"target": config.target, "taps": list(taps)})
+    weights = weights_fingerprint(model.get_decoder())
+    return CachedFeatures(online, folder, convention={"target": config.target, "weights": weights, "taps": list(taps)})
 
 
 def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
@@ -174,6 +182,7 @@ def _network(config: TrainConfig, target: LoadedTarget, data: Dataset) -> DraftM
         network = load_draft(source.path, torch.device("cpu"), torch.float32).requires_grad_(True)
         _refuse_other_kinds(network, config.init)
         _refuse_contradiction(config.network, network)
+        check_split(source.path, config.data.split_seed)
         return network
     description, vocabulary = _describe(config.network, target, data)
     network = DraftModel(description)

@@ -328,7 +328,8 @@ class Trainer:
             "steps": self.position.step,
             "sequences_seen": self.position.visit,
             "training_hours": round(self.position.seconds / 3600, 3),
-            "data": {"sequences": len(data.train), "held_out": len(data.held_out), "fingerprint": data.fingerprint()},
+            "data": {"sequences": len(data.train), "held_out": len(data.held_out), "fingerprint": data.fingerprint()}
+            | {"split": data_module.SPLIT, "split_seed": self.config.data.split_seed},
             "held_out": vars(report) if report else None,
         }
         export_draft(self.run.network, self.draft, self.config, facts)
@@ -356,8 +357,14 @@ def _check_data(path: Path, run: Run, *, started: bool) -> None:
     """Raise ConfigError if the run was started on other sequences: their order would be another, and held-out ones
     could be learnt from."""
     now = {"sequences": len(run.data.train), "held_out": len(run.data.held_out), "fingerprint": run.data.fingerprint()}
+    now |= {"split": data_module.SPLIT}
     if started and path.is_file():
         before = read_json_object(path)
+        if before.get("split") != data_module.SPLIT:
+            raise ConfigError(
+                f"{path.parent} was started by a version that held out other prompts; finish it with that version, or "
+                "start a new run with init from the exported draft."
+            )
         if before != now:
             raise ConfigError(
                 f"{path.parent} was started on {before.get('sequences')} sequences (fingerprint "
