@@ -5,7 +5,6 @@ Only what makes it small is added to a command: fewer tokens and steps, a tiny r
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import pytest
 import yaml
 
 from dflash.backends.torch.loading import set_threads
-from dflash.core.draft_config import read_draft_config
+from dflash.core.draft_reader import read_draft_config
+from dflash.prepare.answers import read_manifest
 from scripts.write_docs import TRAINING_PAGE
 from tests.backends.tiny_pair import TEMPLATE, VOCAB, save_target
 from tests.cli.fakes import CommandLine
@@ -21,7 +21,7 @@ from tests.cli.test_documents import ROOT, blocks, commands
 
 TINY_RUN = ("dtype=float32", "device=cpu", "num_threads=1", "steps=2", "evaluate_prompts=1", "evaluate_tokens=4")
 TINY_DATA = ("data.held_out=1", "data.num_anchors=4", "optimizer.warmup_steps=1")
-TINY_DRAFT = ("network.target_layer_ids=[0, 1]", "network.num_key_value_heads=4", "network.intermediate_size=48")
+TINY_DRAFT = ("network.target_layer_ids=[0, 2]", "network.num_key_value_heads=4", "network.intermediate_size=48")
 SMALL = {
     "prepare": ("--max-new-tokens", "12", "--dtype", "float32", "--device", "cpu"),
     "train": (*TINY_RUN, *TINY_DATA),
@@ -68,8 +68,9 @@ def test_from_prompts_to_a_draft(page: Path, place: Path, real_cli: CommandLine)
     prepare, train, generate = shown(page)
     assert [prepare[0], train[0], generate[0]] == ["prepare", "train", "generate"]
     execute(real_cli, prepare)
-    # Each message and turn of the page's three prompts was answered.
-    assert json.loads((place / "answers" / "manifest.json").read_text())["num_answers"] == 4
+    manifest = read_manifest(place / "answers")
+    assert manifest is not None
+    assert manifest.total("num_rows") == 4  # of the page's three conversations, one of which has two turns
     execute(real_cli, train)
     resume = "dflash train recipe.yaml --resume"
     assert f"`{resume}`" in TRAINING_PAGE.read_text(encoding="utf-8")
