@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +158,12 @@ def test_fingerprint_of_weights() -> None:
     assert weights_fingerprint(llama().bfloat16()) == base
     matrix = next(weight for weight in model.parameters() if weight.ndim == 2 and weight.numel() > 4096)
     found = {base}
-    for change in (
+    changes: list[Callable[[Tensor], Tensor]] = [
         lambda w: w.view(-1)[1234:1235].mul_(1.01),
         lambda w: w.copy_(w.flip(0)),
         lambda w: w.zero_(),
-    ):
+    ]
+    for change in changes:
         kept = matrix.clone()
         change(matrix)
         found.add(weights_fingerprint(model))
