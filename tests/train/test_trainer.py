@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dflash.backends.torch.draft_loading import load_draft
 from dflash.backends.torch.drafters.dflash import DFlashDrafter
@@ -30,7 +29,6 @@ from dflash.core.stopping import StopRule
 from dflash.errors import CheckpointError, ConfigError
 from dflash.train.anchors import Blocks
 from dflash.train.config import OptimizerConfig, load_config
-from dflash.train.data import SPLIT
 from dflash.train.evaluate import decode_report
 from dflash.train.setup import open_run
 from dflash.train.step import collate, training_sums
@@ -230,43 +228,6 @@ def test_another_recipe_or_other_data(pair: Path, tmp_path: Path) -> None:
     finally:
         answers.write_text(rows)
     run(pair, out, resume=True, steps=2, evaluate_prompts=0)
-
-
-def test_a_run_with_another_rule_of_splitting(pair: Path, tmp_path: Path) -> None:
-    """Guards against a resumed run of an earlier version, which held out other prompts, and against a message that says
-    the answers have changed."""
-    out = tmp_path / "run"
-    run(pair, out, steps=2, evaluate_prompts=0)
-    stated = json.loads((out / "data.json").read_text())
-    assert stated.pop("split") == SPLIT
-    (out / "data.json").write_text(json.dumps(stated))
-    with pytest.raises(ConfigError, match=r"held out other prompts.*init"):
-        run(pair, out, resume=True, steps=2, evaluate_prompts=0)
-
-
-def test_init_from_another_split_is_said(
-    pair: Path, whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Guards against flattering held-out figures of a second stage, because the first one learnt these prompts."""
-    options: dict[str, Any] = {"init": str(whole / "draft"), "steps": 1, "evaluate_prompts": 0}
-    run(pair, tmp_path / "same", **options)
-    assert "split" not in caplog.text
-    run(pair, tmp_path / "other", **options, data={"split_seed": 1})
-    assert "data.split_seed 1): it may have learnt prompts that this run holds out" in caplog.text
-
-
-def test_cached_features_of_another_target_of_the_same_name(pair: Path, tmp_path: Path) -> None:
-    """Guards against features of weights that were since replaced in their folder: name and shape are right."""
-    target = shutil.copytree(pair / "target", tmp_path / "target")
-    options: dict[str, Any] = {"target": str(target), "steps": 1, "evaluate_prompts": 0}
-    data = {"features": "cached", "features_folder": str(tmp_path / "features")}
-    run(pair, tmp_path / "one", **options, data=data)
-    run(pair, tmp_path / "two", **options, data=data)
-    weights = load_file(target / "model.safetensors")
-    name = next(name for name in weights if "down_proj" in name)
-    save_file(weights | {name: weights[name] * 1.01}, target / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"by their weights; give another data\.features_folder"):
-        run(pair, tmp_path / "three", **options, data=data)
 
 
 def test_a_corrupt_checkpoint_is_named(pair: Path, tmp_path: Path) -> None:
