@@ -154,7 +154,7 @@ def test_decodes_as_the_draft_it_was_made_from(tmp_path: Path, monkeypatch: pyte
 
 
 def test_second_generation(network: DraftModel, tmp_path: Path) -> None:
-    """DFlash 2 in the names and keys of its own checkpoints; who reads it is the reader's affair."""
+    """DFlash 2 in the names and keys of its own checkpoints, as the reader of those takes them."""
     rng = np.random.default_rng(0)
     more: dict[str, tuple[int, ...]] = {
         "selector_hidden.weight": (4, 32),
@@ -170,13 +170,20 @@ def test_second_generation(network: DraftModel, tmp_path: Path) -> None:
     fields = stated(network) | {f"dflash.{key}": value for key, value in keys.items()}
     fields |= {"dflash.attention.sliding_window": 64, "dflash.attention.sliding_window_pattern": [True, False]}
     fields |= {"dflash.rope.scaling.type": "yarn", "dflash.rope.scaling.factor": 32.0}
+    fields |= {"dflash.rope.scaling.original_context_length": 4096}
     translate(write(tmp_path / "d.gguf", fields, weights(network) | extra), tmp_path)
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
     assert config["architectures"] == ["DFlash2DraftModel"]
     assert {key: config[key] for key in keys} == keys
     assert config["layer_types"] == ["sliding_attention", "full_attention"]
     assert (config["sliding_window"], config["is_causal"]) == (64, False)
-    assert config["rope_scaling"] == {"rope_type": "yarn", "factor": 32.0}
+    assert config["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+    }
+    assert read_draft_config(tmp_path).target_layer_ids == network.config.target_layer_ids
+    load_draft(tmp_path, torch.device("cpu"), torch.float32)
     found = load_file(tmp_path / WEIGHTS_FILE)
     assert np.array_equal(found["candidate_selector.successor_codebook"], extra["selector_successor.weight"])
     assert np.array_equal(found["layers.1.mlp_conv.base_kernel"], extra["blk.1.ffn_conv_base"])
@@ -206,6 +213,11 @@ def without(*keys: str) -> Callable[[Fields, Tensors], None]:
         (lambda f, t: f.update({"dflash.mask_token_id": MASK}), UnsupportedModel, "before llama.cpp settled"),
         (lambda f, t: f.update({"dflash.target_hidden_size": 32}), UnsupportedModel, "before llama.cpp settled"),
         (lambda f, t: f.update({"dflash.hyper_connection_count": 4}), UnsupportedModel, "DeepSeek-V4"),
+        (
+            lambda f, t: f.update({"dflash.rope.scaling.type": "yarn", "dflash.rope.scaling.attn_factor": 2.0}),
+            UnsupportedModel,
+            r"scales attention by 2\.0",
+        ),
         (lambda f, t: f.update({"dflash.rope.dimension_count": 4}), UnsupportedModel, "rotates 4 of 8"),
         (lambda f, t: t.update({"markov_w1.weight": np.ones((VOCAB, 4), np.float32)}), UnsupportedModel, "DSpark"),
         (lambda f, t: t.update({"d2t": np.zeros(9, np.int64)}), UnsupportedModel, "reduced-vocabulary"),

@@ -197,7 +197,10 @@ class _Stated:
         kind = self.find("dflash.rope.scaling.type")
         if kind in (None, "none"):
             return {}
+        if (scale := self.find("dflash.rope.scaling.attn_factor")) not in (None, 1.0):
+            raise UnsupportedModel(f"{self._gguf} scales attention by {scale} beside its rotary scaling; {INSTEAD}.")
         names = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+        names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
         found = {name: self.find(f"dflash.rope.scaling.{key}") for key, name in names.items()}
         values = {name: _plain(value) for name, value in found.items() if value is not None}
         return {"rope_scaling": {"rope_type": kind, **values}}
