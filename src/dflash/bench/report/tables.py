@@ -79,7 +79,7 @@ def _mean_rows(cells: Sequence[CellPart], several_loads: bool) -> list[tuple[str
     """Means over several data sets, each set counted once, as papers give them; outputs and failures added up."""
     if len(cells) < 2:
         return []
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in (figures.form for figures in cells[0].forms if figures.acceptance_length or figures.speedup):
         figures = [one for cell in cells for one in cell.forms if one.form == name]
         ratios = [one.speedup.repeats.median for one in figures if one.speedup is not None]
