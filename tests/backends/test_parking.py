@@ -29,6 +29,8 @@ def test_a_random_draft_is_parked(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert drafted.token_ids == plain.token_ids
         assert drafted.stats.proposed_per_slot[0] == WINDOW
         assert drafted.stats.drafting_stopped is not None
-        assert [record.getMessage() for record in caplog.records] == [f"{drafted.stats.drafting_stopped}."]
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{drafted.stats.drafting_stopped}. `dflash check` looks for the reason."
+        ]
         assert stats_record(drafted.stats)["drafting_stopped"] == drafted.stats.drafting_stopped
     engine.close()

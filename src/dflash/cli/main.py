@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "demo": "dflash.cli.demo:demo",
     "generate": "dflash.cli.generate:generate",
     "chat": "dflash.cli.chat:chat",
+    "check": "dflash.cli.check:check",
     "audit": "dflash.cli.audit:audit",
     "prepare": "dflash.cli.prepare:prepare",
     "train": "dflash.cli.train:train",

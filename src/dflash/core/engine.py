@@ -260,7 +260,7 @@ class Engine(ABC):
                 _count(stats, step)
                 if drafter is not None and stats.drafting_stopped is None and drafter.reason is not None:
                     stats.drafting_stopped = drafter.reason
-                    logger.warning("%s.", drafter.reason)
+                    logger.warning("%s. `dflash check` looks for the reason.", drafter.reason)
                 yield StreamEvent(piece, step.tokens, step, stats)
         finally:
             rounds.close()

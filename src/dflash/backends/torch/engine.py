@@ -39,6 +39,7 @@ from dflash.core.draft_reader import DraftDescription, read_draft
 from dflash.core.engine import Engine, EngineInfo
 from dflash.core.exactness import WidthClass
 from dflash.core.loop import Clock
+from dflash.core.pair_checks import TargetTokens, raw_config, token_findings, warn
 from dflash.core.published import published_as
 from dflash.registry import DRAFTERS, load_attribute
 from dflash.resolve import AUTO, Progress, Source, resolve_draft, resolve_target
@@ -100,6 +101,8 @@ def load(
     )
     if draft_source is not None and config is not None:
         check_pair(config, loaded.model, draft_name=draft_source.name, target_name=target_source.name)
+        tokens = TargetTokens.of_tokenizer(loaded.tokenizer, end_of_sequence_ids(loaded))
+        warn(token_findings(config.mask_token_id, raw_config(draft_source.path), tokens))
     # Likewise the draft's weights before the probe.
     network = None
     if draft_source is not None and description is not None:

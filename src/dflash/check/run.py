@@ -1,0 +1,141 @@
+"""`dflash check` as a function: read, describe, load and probe a pair; say whether it is usable, and if not, why."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash.backends.torch.engine import TorchEngine, load
+from dflash.check.conflicts import code_note, config_conflicts
+from dflash.check.description import PairFacts, Row, describe
+from dflash.check.judgement import judge
+from dflash.check.probe import Figures, probe
+from dflash.check.prompts import prompt_ids
+from dflash.check.torch_pair import TorchSubject
+from dflash.core.draft_reader import DraftDescription, read_draft
+from dflash.core.findings import Finding, has_errors
+from dflash.core.pair_checks import TargetTokens, raw_config, token_findings
+from dflash.core.published import published_as
+from dflash.errors import CheckpointError, PairError, UnsupportedModel
+from dflash.prepare.prompts import Conversation
+from dflash.resolve import AUTO, Progress, resolve_draft, resolve_target
+
+MAX_NEW_TOKENS = 40
+NUM_PROMPTS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """Everything that was found out about a pair."""
+
+    target: str
+    draft: str
+    rows: Sequence[Row] = ()
+    """The resolved description; empty if the draft could not be read or loaded."""
+    findings: Sequence[Finding] = ()
+    figures: Figures | None = field(default=None, repr=False)
+    """None: the probe did not run, because something before it failed."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether nothing speaks against using the pair."""
+        return not has_errors(self.findings)
+
+
+def check(
+    target: str,
+    draft: str = AUTO,
+    *,
+    prompts: Sequence[Conversation],
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    progress: Progress | None = None,
+    **options: Any,
+) -> CheckReport:
+    """Check a pair.
+
+    Args:
+        target, draft: as for `dflash.load`.
+        prompts: what the probe answers, with `max_new_tokens` tokens each at most.
+        options: dtype, device, num_threads and trust_remote_code of `dflash.load`.
+
+    Raises:
+        ModelError: target or draft cannot be found, ConfigError, PromptError: as `dflash.load` and `Engine.generate`.
+            A pair that is found but cannot be used is no error: the report says why.
+    """
+    report = progress or (lambda what, share: None)
+    code = bool(options.get("trust_remote_code", False))
+    target_source = resolve_target(os.fspath(target), allow_code=code, progress=report)
+    draft_source = resolve_draft(os.fspath(draft), target_source, progress=report)
+    raw = raw_config(draft_source.path)
+    findings = [*config_conflicts(raw), *code_note(raw)]
+    try:
+        description = read_draft(draft_source.path)
+        engine = load(target, draft, progress=report, **options)
+    except (CheckpointError, PairError, UnsupportedModel) as error:
+        if not has_errors(findings):
+            findings.append(Finding("error", "loading", str(error)))
+        return CheckReport(target=target_source.name, draft=draft_source.name, findings=findings)
+    try:
+        return _check_loaded(engine, description, raw, findings, (prompts, max_new_tokens, report))
+    finally:
+        engine.close()
+
+
+def _check_loaded(
+    engine: TorchEngine,
+    description: DraftDescription,
+    raw: Mapping[str, Any],
+    findings: list[Finding],
+    work: tuple[Sequence[Conversation], int, Progress],
+) -> CheckReport:
+    prompts, max_new_tokens, progress = work
+    config, info = description.config, engine.info
+    findings += [Finding("note", "reading", note) for note in description.notes]
+    published = None if info.draft is None else published_as(info.draft)
+    if published is not None:
+        findings += [
+            Finding("warning", "published", f"not as it was published: {difference}; pin a revision.")
+            for difference in published.differences(config)
+        ]
+    findings += token_findings(config.mask_token_id, raw, TargetTokens.of_tokenizer(engine.tokenizer, engine.eos_ids))
+    mode = None if published is None or published.mode is None else f"{published.mode} (as published)"
+    rows = describe(config, _facts(engine, description, mode))
+    figures: Figures | None = None
+    subject = TorchSubject(engine, max_new_tokens)
+    try:
+        progress("probing", 0.0)
+        for figures in probe(subject, [prompt_ids(engine, prompt) for prompt in prompts]):
+            progress("probing", figures.num_prompts / len(prompts))
+    finally:
+        subject.close()
+    if figures is not None:
+        findings += judge(figures)
+    assert info.draft is not None
+    return CheckReport(target=info.target, draft=info.draft, rows=rows, findings=findings, figures=figures)
+
+
+def _facts(engine: TorchEngine, description: DraftDescription, mode: str | None) -> PairFacts:
+    info, shared, config = engine.info, engine.target, description.config
+    template = engine.tokenizer.chat_template
+    vocabulary = description.vocabulary
+    mask = str(engine.tokenizer.decode([config.mask_token_id]))
+    return PairFacts(
+        target=info.target,
+        target_revision=info.target_revision,
+        target_class=type(shared.model).__name__,
+        target_states=[spec.state for spec in shared.layer_specs],
+        target_vocabulary=shared.vocab_size,
+        target_hidden=shared.hidden_size,
+        template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,
+        draft=info.draft or "",
+        draft_revision=info.draft_revision,
+        draft_sha256=info.draft_sha256,
+        dialect=description.dialect,
+        origins=description.origins,
+        mask_token=mask,
+        trained_for=mode,
+        num_scored=len(set(vocabulary) - {config.mask_token_id}) if vocabulary is not None else shared.vocab_size - 1,
+    )
