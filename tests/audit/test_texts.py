@@ -10,6 +10,7 @@ import pytest
 
 from dflash.audit.oracle import FloatArray
 from dflash.audit.texts import audit_text, first_difference
+from dflash.cli.audit import shares
 from dflash.core.engine import Engine
 from dflash.types import Result, SamplingParams, Stats
 
@@ -92,3 +93,12 @@ def test_first_difference() -> None:
     assert first_difference([1, 2], [1]) == 1
     assert first_difference([], [1]) == 0
     assert first_difference([1, 3], [1, 2]) == 1
+
+
+def test_a_looping_text_is_said_to_loop() -> None:
+    """Guards against a speed-up on a text of 40 equal tokens that nobody is warned about."""
+    found = audited([5] * 40, [5] * 40, 1.0)
+    assert found.passed
+    assert found.share.looping > 0.9
+    assert found.share.copied == 0
+    assert shares(found.share)["looping_share"] == pytest.approx(39 / 40)

@@ -27,8 +27,8 @@ DECISIONS_PER_RUN = 25
 class Workload:
     """How much is tried."""
 
-    max_new_tokens: int = 64
-    num_runs: int = 48
+    max_new_tokens: int = 48
+    num_runs: int = 32
     """Sampled generations of the chi-square test."""
 
 
@@ -136,10 +136,11 @@ def audit(
     must_agree = exact or engine.info.dtype == "float32"
 
     report("comparing forward widths", 0.0)
-    free, decoding = (TorchRecorder(engine.target, exact=form) for form in (False, True))
+    unpadded = TorchRecorder(engine.target, exact=True, exact_width=1)
+    decoding = TorchRecorder(engine.target, exact=exact)
     try:
         promised = engine.info.exactness.width if exact and engine.info.exactness is not None else None
-        widths = audit_widths(free, decoding, max_width=max(16, width), promised=promised)
+        widths = audit_widths(unpadded, decoding, max_width=max(16, width), promised=promised)
         report("comparing forward widths", 1.0)
         window = _window(engine)
         lengths = _prompt_lengths(engine, window, width)
@@ -150,7 +151,7 @@ def audit(
                 audit_rollback(decoding, oracle, prompt_length=length, width=max(width, 4), bit_exact=exact)
             )
     finally:
-        free.close()
+        unpadded.close()
         decoding.close()
 
     texts = []

@@ -166,10 +166,10 @@ class WidthAudit:
 
 
 def audit_widths(
-    free: Recorder, decoding: Recorder, *, max_width: int, promised: int | None, num_tokens: int = 32
+    unpadded: Recorder, decoding: Recorder, *, max_width: int, promised: int | None, num_tokens: int = 32
 ) -> WidthAudit:
-    """Find the classes in the unpadded form (`free`), and prove equality in the form that decodes (`decoding`)."""
-    classes = _classes(free, max_width)
+    """Find the classes of forwards without padding rows (`unpadded`), and prove equality in the form that decodes (`decoding`)."""
+    classes = _classes(unpadded, max_width)
     text = _text(24 + num_tokens + max_width, decoding.vocab_size, seed=2)
     single = _single_steps(decoding, text, num_tokens)
     blocks = _blocks(decoding, text, num_tokens, max_width)

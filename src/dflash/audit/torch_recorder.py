@@ -12,8 +12,10 @@ from dflash.backends.torch.target import TorchTarget, TorchTargetSession
 class TorchRecorder:
     """Implements `dflash.audit.states.Recorder` on the model of a loaded target; `close` takes its hooks off."""
 
-    def __init__(self, shared: TorchTarget, *, exact: bool) -> None:
-        self._target = TorchTarget(shared.model, taps=range(shared.num_layers), exact_width=shared.exact_width)
+    def __init__(self, shared: TorchTarget, *, exact: bool, exact_width: int | None = None) -> None:
+        """`exact`: keys in whole buckets, at least `exact_width` rows per forward (None: as the shared target has)."""
+        width = shared.exact_width if exact_width is None else exact_width
+        self._target = TorchTarget(shared.model, taps=range(shared.num_layers), exact_width=width)
         self._exact = exact
         self.layer_kinds: Sequence[str] = [spec.state for spec in self._target.layer_specs]
         self.vocab_size = shared.vocab_size

@@ -33,8 +33,8 @@ def audit(
     machine: MachineOptions,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", metavar="N", min=1, help="Most tokens per greedy answer.")
-    ] = 64,
-    runs: Annotated[int, typer.Option("--runs", metavar="N", min=1, help="Sampled runs of the chi-square test.")] = 48,
+    ] = 48,
+    runs: Annotated[int, typer.Option("--runs", metavar="N", min=1, help="Sampled runs of the chi-square test.")] = 32,
     prompts: Annotated[
         Path | None,
         typer.Option("--prompts", metavar="FILE", help='JSONL with a "prompt" per line (default: four built-in ones).'),
@@ -143,7 +143,7 @@ def _rows(found: AuditReport) -> list[tuple[str, str, str]]:
     classes = " ".join(f"{{{', '.join(map(str, one))}}}" for one in widths.classes)
     promised = "not promised here" if widths.promised is None else f"promised from {widths.promised} on"
     rows = [
-        ("width classes", f"{found.info.dtype} on {found.info.device}, unpadded; {kinds}", classes),
+        ("width classes", f"{found.info.dtype} on {found.info.device}; {kinds}", classes),
         (
             "same bits",
             f"{widths.num_rows} rows of all layers, single steps and blocks with rejected tails",
