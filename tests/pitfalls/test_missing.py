@@ -107,7 +107,7 @@ def test_options_that_do_not_exist_are_refused() -> None:
     """Guards against options that are accepted and have no effect."""
     for name in ("grammar", "response_format", "guided_json", "temprature"):
         with pytest.raises(TypeError, match=name):
-            SamplingParams(**{name: "x"})
+            SamplingParams(**{name: "x"})  # type: ignore[arg-type]
 
 
 def test_a_block_starts_where_the_target_ends(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_block_reads_raw_embeddings_of_a_target_that_scales_them() -> None:
     session.observe([1, 2, 3], target.session().prefill([1, 2, 3]).features)
     session.propose(5, 4)
     target.close()
-    raw = target.model.get_input_embeddings().weight
+    raw = target.embed_weight
     expected = 3.0 * raw[torch.tensor([5] + [96] * (draft.block_size - 1))]
     torch.testing.assert_close(seen[0][0, 0], expected)
 

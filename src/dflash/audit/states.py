@@ -168,7 +168,7 @@ class WidthAudit:
 def audit_widths(
     unpadded: Recorder, decoding: Recorder, *, max_width: int, promised: int | None, num_tokens: int = 32
 ) -> WidthAudit:
-    """Find the classes of forwards without padding rows (`unpadded`), and prove equality in the form that decodes (`decoding`)."""
+    """Find the classes of forwards without padding rows, and prove equality in the form that decodes."""
     classes = _classes(unpadded, max_width)
     text = _text(24 + num_tokens + max_width, decoding.vocab_size, seed=2)
     single = _single_steps(decoding, text, num_tokens)
