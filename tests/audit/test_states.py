@@ -14,7 +14,6 @@ from dflash.audit.oracle import TorchOracle
 from dflash.audit.states import RollbackAudit, audit_rollback
 from dflash.audit.torch_recorder import TorchRecorder
 from dflash.backends.torch.exactness import probe
-from dflash.backends.torch.state import SessionCache
 from dflash.backends.torch.states.full import FullKeyValueState
 from dflash.backends.torch.states.recurrent import RecurrentState
 from dflash.backends.torch.states.sliding import SlidingKeyValueState
@@ -56,19 +55,22 @@ def _take_the_next(state: FullKeyValueState, path: Sequence[int], base: int) -> 
 
 
 def rejected_rows_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Transformers' own crop does: convolution windows are cut, but the recurrent state has seen all rows."""
-    monkeypatch.setattr(SessionCache, "keeps", lambda self, path: True)
-    monkeypatch.setattr(RecurrentState, "keeps_prefixes", True)
+    """What Transformers' own crop does: the recurrent state has seen all rows."""
+    _commit_more(monkeypatch, lambda num_kept, num_fed: num_fed)
 
 
 def window_one_row_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A convolution window that ends one row too late."""
-    keep = RecurrentState._keep
+    _commit_more(monkeypatch, lambda num_kept, num_fed: min(num_kept + 1, num_fed))
 
-    def broken(self: RecurrentState, index: int, num_kept: int) -> None:
-        keep(self, index, min(num_kept + 1, self._num_fed))
 
-    monkeypatch.setattr(RecurrentState, "_keep", broken)
+def _commit_more(monkeypatch: pytest.MonkeyPatch, num_rows: Callable[[int, int], int]) -> None:
+    commit = RecurrentState.commit
+
+    def broken(self: RecurrentState, path: Sequence[int]) -> None:
+        commit(self, range(num_rows(len(path), len(self._after_row))) if self._after_row and path else path)
+
+    monkeypatch.setattr(RecurrentState, "commit", broken)
 
 
 CASES: dict[str, tuple[Break, str]] = {

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash.backends.torch.exactness import _probe, probe
+from dflash.backends.torch.packing import pack_linears
 from dflash.backends.torch.states.sliding import PAGE
 from dflash.backends.torch.target import TorchTarget
 from dflash.types import Proposal, Verdict
@@ -159,6 +160,8 @@ def wide(family: str) -> PreTrainedModel:
     """The tiny model with heads of 16: with 8, attention kernels have no width class."""
     architecture = ARCHITECTURES[family]
     heads = {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16, "max_position_embeddings": 2048}
+    if family == "Granite 4":
+        heads |= {"mamba_d_head": 24, "num_local_experts": 0}
     return dataclasses.replace(architecture, changes={**architecture.changes, **heads}).build()
 
 
@@ -202,3 +205,45 @@ def test_windows_that_may_not_move_on_are_noticed() -> None:
     broken = probe(model, max_width=16)
     assert not broken.holds
     assert not found.holds or "in front of a window" in broken.reason
+
+
+def test_rows_that_depend_on_their_neighbours_are_noticed() -> None:
+    """Fault: an expert multiplies as many rows as chose it, so that a row's bits depend on the other tokens, and the
+    probe's own text happens not to show it."""
+    model = llama()
+    assert probe(model, max_width=16).holds
+
+    def nudge(module: object, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return output + NUDGE * (inputs[0] != inputs[0][:, :1]).any()
+
+    model.get_input_embeddings().register_forward_hook(nudge)
+    found = probe(model, max_width=16)
+    assert not found.holds
+    assert "tokens beside it" in found.reason
+
+
+@pytest.mark.parametrize("family", ["Qwen3.5", "Granite 4", "LFM2"])
+def test_recurrent_layers_give_the_same_bits(family: str) -> None:
+    """Fault: a block takes the recurrence by another formula than single steps do, or a padding row enters the state.
+    Blocks with rejected tails against plain steps, in the class that the probe finds for the packed model."""
+    model = wide(family)
+    pack_linears(model)
+    found = probe(model, max_width=16)
+    if not found.holds:
+        pytest.skip(f"no width class on this machine: {found.reason}")
+    target = TorchTarget(model, exact_width=found.width)
+    text = tokens(60, seed=6)
+    plain, drafted = target.session(), target.session()
+    for session in (plain, drafted):
+        session.prefill(text[:20])
+    fed = 20
+    while fed < 50:
+        kept = 1 + fed % 5
+        block = drafted.verify(text[fed], Proposal((*text[fed + 1 : fed + kept], 1, 2)))
+        drafted.commit(range(kept))
+        for row in range(kept):
+            step = plain.verify(text[fed + row], Proposal())
+            plain.commit(range(1))
+            assert torch.equal(step.logits[0], block.logits[row]), fed + row
+        fed += kept
+    target.close()

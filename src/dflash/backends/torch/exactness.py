@@ -26,6 +26,8 @@ from dflash.core.exactness import WidthClass
 from dflash.types import Proposal, Verdict
 
 MAX_WIDTH = 32
+NUM_FIRST = 4
+"""Tokens that are tried among equal and among different ones."""
 LONGER = (256, 640)
 """Keys of the forwards that stand for longer texts: one more bucket, and more than the 512 that CPU attention splits
 keys into."""
@@ -112,10 +114,23 @@ def _probe(session: _Session, vocab_size: int, max_width: int, block_size: int) 
         session.return_at_least(num_keys)
         if not _repeats(session, text[:width], reference):
             return fails(f"results change when attention runs over {num_keys} keys")
+    if not _ignores_other_rows(session, text, width=width, max_width=max_width):
+        return fails("a row's result depends on the tokens beside it, as where experts are chosen per token")
     narrower = f"; {tried[0]} differ" if tried[0] < width else ""
     return WidthClass(
         True, width, tuple(tried), f"forwards of {width} to {max_width} rows give the same bits{narrower}."
     )
+
+
+def _ignores_other_rows(session: _Session, text: list[int], *, width: int, max_width: int) -> bool:
+    """Whether the first row has the same bits among equal rows, as padding makes them, and among different ones. An
+    expert multiplies the rows that chose it, so their number depends on what the other rows are."""
+    for token in text[:NUM_FIRST]:
+        equal = _rows(session, [token] * max_width)[0]
+        different = _rows(session, [token, *text[: max(1, width - 1)]])[0]
+        if not torch.equal(equal, different):
+            return False
+    return True
 
 
 def _repeats(

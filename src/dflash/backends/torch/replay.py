@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from dflash.backends.torch.compat import LayerSpec
 from dflash.backends.torch.state import SessionCache
@@ -45,12 +44,12 @@ class Replay:
     def __init__(self, model: nn.Module, specs: Sequence[LayerSpec]) -> None:
         self._local = threading.local()
         self._modules = _recurrent_modules(model, specs)
-        self._handles = [self._attach(layer, module) for layer, module in self._modules.items()]
         self._wrapped: list[tuple[nn.Module, _Forward, _Forward | None]] = []
-        """Projection, our forward, and what its instance had before."""
-        for module in self._modules.values():
+        """Module, our forward, and what its instance had before."""
+        for layer, module in self._modules.items():
             for projection in filter(_is_projection, module.modules()):
-                self._wrap(projection)
+                self._wrap(projection, self._project(projection, projection.forward))
+            self._wrap(module, self._recur(layer, module.forward))
 
     def covers(self, cache: SessionCache) -> bool:
         """Whether every layer that cannot keep a part of the fed rows can be run again here."""
@@ -58,9 +57,12 @@ class Replay:
         return all(index in self._modules for index, layer in layers if not layer.keeps_prefixes)
 
     @contextmanager
-    def recording(self) -> Iterator[Record]:
-        """Record this thread's forward inside the block."""
+    def recording(self, rows_alone: int = 0) -> Iterator[Record]:
+        """Record this thread's forward inside the block. With `rows_alone` the first so many rows take the recurrences
+        one by one, as plain steps do: exact mode, in which a row's bits must not depend on the block around it. The
+        states then hold what they were after each row, and nothing need run again."""
         record = self._local.record = Record()
+        self._local.rows_alone = rows_alone
         try:
             yield record
         finally:
@@ -75,47 +77,39 @@ class Replay:
             if state.keeps_prefixes:
                 continue
             state.restart(num_kept)
-            args = tuple(_first_rows(value, num_kept) if index == 0 else value for index, value in enumerate(args))
-            if "hidden_states" in kwargs:
-                kwargs = {**kwargs, "hidden_states": _first_rows(kwargs["hidden_states"], num_kept)}
             self._local.answers = {
                 projection: [_first_rows(output, num_kept) for output in outputs]
                 for projection, outputs in record.outputs.items()
             }
             try:
-                self._modules[layer](*args, **kwargs)
+                self._modules[layer](*_of_rows(args, 0, num_kept), **_of_rows(kwargs, 0, num_kept))
             finally:
                 self._local.answers = None
 
     def close(self) -> None:
         """Restore the model. A wrapper around ours stays, and ours then only passes calls on."""
-        for handle in self._handles:
-            handle.remove()
-        for projection, ours, before in self._wrapped:
-            if projection.__dict__.get("forward") is not ours:
+        for module, ours, before in reversed(self._wrapped):
+            if module.__dict__.get("forward") is not ours:
                 continue
             if before is None:
-                del projection.__dict__["forward"]
+                del module.__dict__["forward"]
             else:
-                projection.__dict__["forward"] = before
+                module.__dict__["forward"] = before
         self._wrapped = []
 
-    def _attach(self, layer: int, module: nn.Module) -> RemovableHandle:
+    def _wrap(self, module: nn.Module, forward: _Forward) -> None:
+        self._wrapped.append((module, forward, module.__dict__.get("forward")))
+        module.__dict__["forward"] = forward
+
+    def _project(self, projection: nn.Module, original: _Forward) -> _Forward:
+        """A projection that records its outputs, or answers from a record."""
         local = self._local
-
-        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            running: Record | None = getattr(local, "record", None)
-            if running is not None:
-                running.inputs[layer] = (args, kwargs)
-
-        return module.register_forward_pre_hook(record, with_kwargs=True)
-
-    def _wrap(self, projection: nn.Module) -> None:
-        local, original, before = self._local, projection.forward, projection.__dict__.get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             answers: dict[nn.Module, list[torch.Tensor]] | None = getattr(local, "answers", None)
             if answers is not None:
+                if projection is getattr(local, "last", None):
+                    local.last_inputs.append(args[0])
                 return answers[projection].pop(0)
             output: torch.Tensor = original(*args, **kwargs)
             running: Record | None = getattr(local, "record", None)
@@ -123,8 +117,66 @@ class Replay:
                 running.outputs.setdefault(projection, []).append(output)
             return output
 
-        self._wrapped.append((projection, forward, before))
-        projection.__dict__["forward"] = forward
+        return forward
+
+    def _recur(self, layer: int, original: _Forward) -> _Forward:
+        """A recurrent module that records its arguments."""
+        local = self._local
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            running: Record | None = getattr(local, "record", None)
+            if running is None:
+                return original(*args, **kwargs)
+            running.inputs[layer] = (args, kwargs)
+            before = set(running.outputs)
+            block = original(*args, **kwargs)
+            outputs = {module: rows for module, rows in running.outputs.items() if module not in before}
+            last = next((module for module, rows in outputs.items() if rows[-1] is block), None)
+            if not local.rows_alone or last is None:
+                return block
+            return self._row_by_row(layer, original, (args, kwargs), outputs, last)
+
+        return forward
+
+    def _row_by_row(
+        self,
+        layer: int,
+        original: _Forward,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        outputs: dict[nn.Module, list[torch.Tensor]],
+        last: nn.Module,
+    ) -> torch.Tensor:
+        """The module's output [1, rows, H] with the recurrence run for one row at a time, all projections in one go:
+        the recorded ones, and in the end `last` on what the rows would have given it."""
+        local, (args, kwargs) = self._local, arguments
+        cache = next(value for value in (*args, *kwargs.values()) if isinstance(value, SessionCache))
+        state = cache.layers[layer]
+        assert isinstance(state, RecurrentState)
+        num_rows = outputs[last][-1].shape[1]
+        record, local.record = local.record, None
+        local.last, local.last_inputs = last, []
+        try:
+            with state.rows_alone():
+                for row in range(min(local.rows_alone, num_rows)):
+                    state.restart(1)
+                    local.answers = {
+                        module: [one[:, row : row + 1] for one in calls] for module, calls in outputs.items()
+                    }
+                    original(*_of_rows(args, row, row + 1), **_of_rows(kwargs, row, row + 1))
+                    state.keep_row()
+            local.answers = None
+            inputs = local.last_inputs + local.last_inputs[-1:] * (num_rows - len(local.last_inputs))
+            return last(torch.cat(inputs, dim=1))
+        finally:
+            local.answers = local.last = None
+            local.record = record
+
+
+def _of_rows(values: Any, first: int, end: int) -> Any:
+    """Arguments of a recurrent module for some of its rows: the hidden states come first or by name."""
+    if isinstance(values, dict):
+        return {key: value[:, first:end] if key == "hidden_states" else value for key, value in values.items()}
+    return tuple(value[:, first:end] if index == 0 else value for index, value in enumerate(values))
 
 
 def _recurrent_modules(model: nn.Module, specs: Sequence[LayerSpec]) -> dict[int, nn.Module]:

@@ -242,7 +242,8 @@ class TorchTargetSession:
         assert 0 < self._cache.num_tokens <= room, "verify needs a prompt and room in the context"
         assert proposal.parents is None or self.supports_trees
         replay = self._target.replay
-        with nullcontext() if replay is None else replay.recording() as self._record:
+        alone = len(ids) if self._exact else 0
+        with nullcontext() if replay is None else replay.recording(alone) as self._record:
             logits, rows = self._feed(anchor, proposal)
         self._fed = ids
         features = concatenate(rows, self._target.device)[: len(ids)] if self._features else None

@@ -3,12 +3,14 @@
 A recurrent state cannot be cropped: it is a sum over all rows that were fed. So a forward works on a copy; if all its
 rows are kept, the copy takes the place of the committed state, else it is thrown away and the kept rows are run again
 from the committed state: by a second forward of the whole model (the slow reference) or of the recurrent layers alone
-on their recorded inputs (replay.py). A layer that has convolution windows only keeps any prefix by itself.
+on their recorded inputs (replay.py). In exact mode rows are run one by one from the start, and the state after each is
+kept. A layer that has convolution windows only keeps any prefix by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,16 +42,19 @@ class RecurrentState(LayerState, LinearAttentionCacheLayerMixin):
         self._fed: dict[int, torch.Tensor] = {}
         """Window and fed rows of each convolution, [B, channels, window + rows]."""
         self._num_fed = 0
+        self._after_row: list[tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]] = []
+        """Where rows were run one by one: states and windows after each."""
         self.recurrent_states: dict[int, torch.Tensor | None] = {}
         self.conv_states: dict[int, torch.Tensor | None] = {}
         self.has_previous_state = dict.fromkeys(range(self.spec.num_states), False)
 
     @property
     def keeps_prefixes(self) -> bool:  # type: ignore[override]  # depends on what the model stores
-        """Convolution windows keep any prefix of the fed rows."""
-        return not any(state is not None for state in self.recurrent_states.values())
+        """Convolution windows keep any prefix of the fed rows, and so does what was kept row by row."""
+        return bool(self._after_row) or not any(state is not None for state in self.recurrent_states.values())
 
     def begin(self) -> None:
+        self._after_row = []
         self.restart(self.span.num_rows)
 
     def restart(self, num_rows: int) -> None:
@@ -61,6 +66,24 @@ class RecurrentState(LayerState, LinearAttentionCacheLayerMixin):
             # Some models update single rows in place.
             self.recurrent_states[index] = None if committed is None else committed.clone()
             self.conv_states[index] = None if window is None else window.clone()
+
+    @contextmanager
+    def rows_alone(self) -> Iterator[None]:
+        """Inside, rows are run one after the other: `restart(1)`, the model's forward of the row, `keep_row`.
+        Afterwards the committed state is what it was before."""
+        recurrent, windows, self._after_row = self._recurrent, self._windows, []
+        try:
+            yield
+        finally:
+            self._recurrent, self._windows = recurrent, windows
+            self._num_fed = self.span.num_rows
+
+    def keep_row(self) -> None:
+        """The next row continues behind the one that was just run."""
+        self._recurrent, self._windows = dict(self._recurrent), dict(self._windows)
+        for index in range(self.spec.num_states):
+            self._keep(index, 1)
+        self._after_row.append((self._recurrent, self._windows))
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to allocate: states are kept as the model makes them."""
@@ -90,11 +113,13 @@ class RecurrentState(LayerState, LinearAttentionCacheLayerMixin):
 
     def commit(self, path: Sequence[int]) -> None:
         num_kept = len(path)
-        if num_kept:
+        if num_kept and self._after_row:
+            self._recurrent, self._windows = self._after_row[num_kept - 1]
+        elif num_kept:
             assert num_kept == self._num_fed or self.keeps_prefixes, "kept rows must be run again"
             for index in range(self.spec.num_states):
                 self._keep(index, num_kept)
-        self._fed = {}
+        self._fed, self._after_row = {}, []
 
     def _keep(self, index: int, num_kept: int) -> None:
         state = self.recurrent_states.get(index)
