@@ -65,13 +65,14 @@ def test_every_path_of_a_tree_equals_its_chain(kind: str, exact: bool) -> None:
         torch.testing.assert_close(feed(ours, NEXT), feed(chain, NEXT), rtol=1e-4, atol=1e-4)
 
 
-def test_recurrent_layers_refuse_branches() -> None:
-    """Fault: a tree reaches a layer that would run all branches one after the other."""
+def test_kinds_that_cannot_hold_branches_say_so() -> None:
+    """Fault: a tree reaches a layer that would run all branches one after the other, or count rows as positions."""
     assert not TorchTarget(model_of("Qwen3.5")).session().supports_trees
     assert {name for name, kind in KINDS.items() if not kind.supports_trees} == {
         "LinearAttentionLayer",
         "LinearAttentionAndFullAttentionLayer",
         "LinearAttentionAndSlidingWindowAttentionLayer",
+        "MiniMaxM3VLSparseCacheLayer",
     }
 
 

@@ -166,7 +166,8 @@ class Replay:
                     state.keep_row()
             local.answers = None
             inputs = local.last_inputs + local.last_inputs[-1:] * (num_rows - len(local.last_inputs))
-            return last(torch.cat(inputs, dim=1))
+            output: torch.Tensor = last(torch.cat(inputs, dim=1))
+            return output
         finally:
             local.answers = local.last = None
             local.record = record
