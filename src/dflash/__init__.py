@@ -19,14 +19,25 @@ if TYPE_CHECKING:
     from dflash.backends.torch.engine import load
     from dflash.core.engine import Engine, EngineInfo, StreamEvent
     from dflash.errors import DFlashError
-    from dflash.types import Result, SamplingParams, Stats
+    from dflash.types import Drafting, Result, SamplingParams, Stats
 
-__all__ = ["DFlashError", "Engine", "EngineInfo", "Result", "SamplingParams", "Stats", "StreamEvent", "load"]
+__all__ = [
+    "DFlashError",
+    "Drafting",
+    "Engine",
+    "EngineInfo",
+    "Result",
+    "SamplingParams",
+    "Stats",
+    "StreamEvent",
+    "load",
+]
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "DFlashError": "dflash.errors:DFlashError",
+    "Drafting": "dflash.types:Drafting",
     "Engine": "dflash.core.engine:Engine",
     "EngineInfo": "dflash.core.engine:EngineInfo",
     "Result": "dflash.types:Result",

@@ -96,6 +96,9 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
 )
 """Kind of draft -> "module:attribute" of its drafter, imported on use."""
 
+MODEL_FREE_DRAFTERS: Mapping[str, str] = MappingProxyType({"ngram": "dflash.core.drafting:CopyDrafter"})
+"""Name in place of a draft -> "module:attribute" of a drafter that needs no model."""
+
 BACKENDS: Mapping[str, str] = MappingProxyType({"torch": "dflash.backends.torch.engine:load"})
 """Backend -> "module:attribute" of its `load`, imported on use. `dflash.load` is that of "torch"."""
 

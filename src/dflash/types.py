@@ -68,6 +68,26 @@ class SamplingParams:
         require(all(self.stop), "a stop string must not be empty.")
 
 
+Mode = Literal["exact", "auto", "fast"]
+"""exact: chains and copies only, which keep bit-exactness. fast: trees as well; a row of a tree sees its ancestors in
+other places of the cache, so near-ties may be rounded otherwise. auto: chains, until trees have been shown to bring
+10 % more."""
+MODES: tuple[Mode, ...] = ("exact", "auto", "fast")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """How an engine or one request drafts. In mode "exact" no choice changes a bit of the text, only speed."""
+
+    mode: Mode = "auto"
+    fixed: bool = False
+    """Feed whole blocks of the draft, no copies, no decisions by cost."""
+    copies: bool = True
+    """Look for copies of earlier text beside the draft."""
+    width: int | None = None
+    """Most rows of a verify forward, the anchor's included; None = what the engine has checked."""
+
+
 @dataclass(frozen=True)
 class Proposal:
     """What a drafter proposes after the anchor: draft tokens with point-mass q (one-hot), a chain or a tree.
@@ -78,13 +98,21 @@ class Proposal:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     """parents[i]: the row that token i follows, always an earlier one; None = a chain (parents[i] = i)."""
+    log_probs: tuple[float, ...] = field(default=(), compare=False)
+    """Per token the drafter's own log-probability, given the tokens before it; empty = not said."""
+    sources: tuple[str, ...] = field(default=(), compare=False)
+    """Per token where the guess comes from ("draft", "copy", "both"), for statistics; empty = not said."""
+    reason: str = field(default="", compare=False)
+    """What was chosen this round, in a word or two for statistics; empty = not said."""
 
     @classmethod
-    def tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> Proposal:
+    def tree(
+        cls, tokens: Sequence[int], parents: Sequence[int], *, sources: Sequence[str] = (), reason: str = ""
+    ) -> Proposal:
         """The proposal of a tree; a tree of one chain is that chain, so that both are treated the same."""
         assert all(parent <= index for index, parent in enumerate(parents)), "parents come before their children"
         is_chain = all(parent == index for index, parent in enumerate(parents))
-        return cls(tuple(tokens), None if is_chain else tuple(parents))
+        return cls(tuple(tokens), None if is_chain else tuple(parents), sources=tuple(sources), reason=reason)
 
     def depths(self) -> list[int]:
         """Tokens between the anchor and each row, [rows]: row j belongs at position n + depth."""
@@ -98,6 +126,20 @@ class Proposal:
     def along(self, path: Sequence[int]) -> tuple[int, ...]:
         """The draft tokens of the rows of `path`, without the anchor that it starts with."""
         return tuple(self.tokens[row - 1] for row in path[1:])
+
+
+@dataclass(frozen=True)
+class CandidateTable:
+    """What a drafter thinks of the slots behind the anchor before it settles on tokens: K candidates for each of T
+    slots, best first. Chains and trees are built from it in core, alone or together with copies."""
+
+    ids: Sequence[Sequence[int]]
+    """[T][K] token ids, distinct within a slot."""
+    log_probs: Sequence[Sequence[float]]
+    """[T][K], by the drafter's own full distribution, descending; given any prefix where `transitions` is None."""
+    transitions: Sequence[Sequence[Sequence[float]]] | None = None
+    """[T-1][K][K]: log-probability of candidate b of slot t+1 after candidate a of slot t; None = the rows of a slot
+    are all equal (`log_probs`), as in one-pass drafts."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +191,10 @@ class Round:
     finish_reason: FinishReason | None = None
     num_slots: int | None = None
     """Slots after the anchor that the proposal reached, i.e. the depth of a tree; None = num_proposed (a chain)."""
+    reason: str = ""
+    """What the drafter chose to do, in a word or two ("copy", "draft + copy", "plain"); empty = it does not say."""
+    sources: tuple[str, ...] = ()
+    """Per accepted and emitted draft token where the guess came from; empty = the drafter does not say."""
 
 
 @dataclass
@@ -171,6 +217,12 @@ class Stats:
     """[i]: rounds in which slot i+1 was proposed."""
     accepted_per_slot: list[int] = field(default_factory=list)
     """[i]: rounds in which slot i+1 was accepted."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Rounds by what the drafter chose to do."""
+    rows: dict[int, int] = field(default_factory=dict)
+    """Rounds by rows fed to the target (anchor included)."""
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    """Accepted draft tokens by where the guess came from ("draft", "copy", "both")."""
     finish_reason: FinishReason | None = None
     drafting_stopped: str | None = None
     """Why drafting was given up on the way, in one sentence (`core/parking.py`); None if it was not."""
@@ -211,6 +263,11 @@ class Stats:
         for slot in range(num_slots):
             self.proposed_per_slot[slot] += 1
             self.accepted_per_slot[slot] += slot < step.num_accepted
+        self.rows[1 + step.num_proposed] = self.rows.get(1 + step.num_proposed, 0) + 1
+        if step.reason:
+            self.reasons[step.reason] = self.reasons.get(step.reason, 0) + 1
+        for source in step.sources:
+            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1
         self.finish_reason = step.finish_reason or self.finish_reason
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,14 @@ from dflash.backends.torch.engine import TorchEngine as Engine
 from tests.backends import tiny_pair
 from tests.backends.pairs import GREEDY, PROMPTS, load_with_taps, open_engine
 from tests.backends.tiny_pair import random_draft, save_draft, save_target, train_draft
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What engines measure stays out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from dflash.errors import (
     PairError,
     PromptError,
 )
+from dflash.types import Drafting
 from tests.backends import tiny_pair
 from tests.backends.tiny_pair import draft_config, edit_config, random_draft, save_draft, save_target
 
@@ -242,7 +243,9 @@ def test_unknown_options(target: Path, draft: Path) -> None:
     refuses(ConfigError, "meta", target, draft, device="meta")
     refuses(ConfigError, "threads", target, draft, num_threads=0)
     refuses(ConfigError, "at least 1", target, draft, width=0)
-    refuses(ConfigError, "width 9 is more than the draft's block of 8 rows", target, draft, width=9)
+    refuses(ConfigError, "width 17 is more than the 16 rows", target, draft, width=17)
+    fixed = Drafting(fixed=True, width=9)
+    refuses(ConfigError, "width 9 is more than the 8 rows", target, draft, drafting=fixed)
     refuses(ConfigError, "no draft is loaded", target, None, width=4)
     if not torch.cuda.is_available():
         refuses(ConfigError, "cuda", target, draft, device="cuda")

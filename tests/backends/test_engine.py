@@ -20,7 +20,7 @@ from dflash.backends.torch.engine import TorchEngine as Engine
 from dflash.cache import file_sha256
 from dflash.core.engine import StreamEvent
 from dflash.errors import ConfigError, PromptError
-from dflash.types import Proposal, Result
+from dflash.types import Drafting, Proposal, Result
 from tests.backends import tiny_pair
 from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, open_engine
 from tests.backends.tiny_pair import END, save_target
@@ -104,12 +104,17 @@ def test_same_text_at_any_width(
 ) -> None:
     """Draws are keyed by position and penalties see the hypothetical prefix: how much was proposed must not show."""
     params = SamplingParams(max_new_tokens=40, ignore_eos=True, **extra)
-    pair = open_engine(target_folder, trained_folder, width=width)
-    drafted = pair.generate(PROMPTS[0], params)
+    fixed = Drafting(fixed=True, width=width)
+    pair = open_engine(target_folder, trained_folder, drafting=fixed)
     plain = pair.generate(PROMPTS[0], params, use_draft=False)
+    drafted = pair.generate(PROMPTS[0], params)
     assert drafted.token_ids == plain.token_ids
     assert max(drafted.stats.acceptance_lengths) <= (width or 8)
     assert len(drafted.stats.proposed_per_slot) == (width or 8) - 1
+    for choice in (Drafting(width=width), Drafting(width=width, mode="fast")):
+        chosen = pair.generate(PROMPTS[0], params, drafting=choice)
+        assert chosen.token_ids == plain.token_ids
+        assert max(chosen.stats.rows) <= (width or 16)
     pair.close()
 
 
@@ -135,9 +140,10 @@ def test_bf16_is_exact_where_the_probe_says_so(target_folder: Path, trained_fold
 
 def test_a_b_a(engine: Engine) -> None:
     """State kept in module or engine shows when a request is repeated after another one."""
-    first = engine.generate(PROMPTS[0], GREEDY)
+    fixed = Drafting(fixed=True)  # by cost, the second request would know more than the first
+    first = engine.generate(PROMPTS[0], GREEDY, drafting=fixed)
     engine.generate(PROMPTS[2], SAMPLED)
-    again = engine.generate(PROMPTS[0], GREEDY)
+    again = engine.generate(PROMPTS[0], GREEDY, drafting=fixed)
     assert again.token_ids == first.token_ids
     assert again.stats.acceptance_lengths == first.stats.acceptance_lengths
 
@@ -294,7 +300,8 @@ def test_steps_are_reported(target_folder: Path, draft_folder: Path, capfd: pyte
     steps = list(dict.fromkeys(seen))
     named = [re.sub(r" /.*", "", step) for step in steps]
     # What can be refused comes first; the probe, which takes longest, last.
-    assert named == ["loading", "loading draft", "packing weights", "timing plain steps", "checking bit-exactness"]
+    names = ["loading", "loading draft", "packing weights", "timing plain steps", "checking bit-exactness"]
+    assert named == [*names, "measuring costs"]
     assert capfd.readouterr().err == ""
 
 

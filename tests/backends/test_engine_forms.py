@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dflash.backends.torch import engine as engine_module
+from dflash.backends.torch.drafters.block import BlockDrafter
 from dflash.backends.torch.engine import TorchEngine as Engine
 from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, open_engine
 
@@ -56,7 +57,7 @@ def test_float16_target(target_folder: Path, trained_folder: Path) -> None:
     still predicts, and changes no token."""
     pair = open_engine(target_folder, trained_folder, dtype="float16")
     assert pair.info.dtype == "float16"
-    assert pair.drafter is not None
+    assert isinstance(pair.drafter, BlockDrafter)
     assert {weight.dtype for weight in pair.drafter.network.parameters()} == {torch.float32}
     for params in (GREEDY, SAMPLED):
         plain = pair.generate(PROMPTS[0], params, use_draft=False)

@@ -10,7 +10,7 @@ import pytest
 from dflash.backends.torch.engine import load
 from dflash.cli.report import stats_record
 from dflash.core.parking import WINDOW
-from dflash.types import SamplingParams
+from dflash.types import Drafting, SamplingParams
 from tests.backends.tiny_pair import save_draft, save_target
 
 
@@ -25,7 +25,7 @@ def test_a_random_draft_is_parked(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     for _ in range(2):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "dflash"):
-            drafted = engine.generate("What is it?", params)
+            drafted = engine.generate("What is it?", params, drafting=Drafting(fixed=True))
         assert drafted.token_ids == plain.token_ids
         assert drafted.stats.proposed_per_slot[0] == WINDOW
         assert drafted.stats.drafting_stopped is not None

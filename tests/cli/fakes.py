@@ -44,6 +44,7 @@ class FakeEngine:
     during: Callable[[int], None] = lambda index: None
     """Called before round `index`; may press Ctrl-C."""
     calls: list[dict[str, Any]] = field(default_factory=list)
+    max_rows: int = 16
 
     @property
     def info(self) -> EngineInfo:

@@ -9,7 +9,7 @@ import pytest
 
 from dflash.cli.options import ChainOptions, SamplingOptions, parse_logit_bias, with_options
 from dflash.errors import ConfigError
-from dflash.types import SamplingParams
+from dflash.types import Drafting, SamplingParams
 from tests.cli.fakes import CommandLine
 
 # Every sampling option with a value that is not its default.
@@ -66,6 +66,7 @@ def test_model_options_reach_load(cli: CommandLine) -> None:
         "exact": False,
         "trust_remote_code": True,
         "width": 3,
+        "drafting": Drafting(width=3),
     }
 
 
@@ -100,6 +101,38 @@ def test_a_width_within_the_block_is_taken(cli: CommandLine, width: str) -> None
     assert cli.run("generate", "hi", "--width", width).code == 0
     assert cli.run("demo", "--limit", "1", "--width", width).code == 0
     assert [load["width"] for load in cli.loads] == [int(width)] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "drafting"),
+    [
+        ("", Drafting()),
+        ("--no-tree", Drafting(mode="exact")),
+        ("--mode fast --no-copy", Drafting(mode="fast", copies=False)),
+        ("--fixed --width 2", Drafting(fixed=True, width=2)),
+    ],
+)
+def test_drafting_options_reach_load(cli: CommandLine, words: str, drafting: Drafting) -> None:
+    """Guards against a choice that never gets to the engine."""
+    assert cli.run("generate", "hi", *words.split()).code == 0
+    assert cli.loads[0]["drafting"] == drafting
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--mode slow", "exact, auto, fast"),
+        ("--mode fast --no-tree", "--no-tree"),
+        ("--fixed --mode fast", "--fixed"),
+        ("--fixed --no-copy", "--no-copy"),
+    ],
+)
+def test_drafting_options_that_contradict_each_other(cli: CommandLine, words: str, part: str) -> None:
+    """Guards against an option that is accepted and has no effect."""
+    outcome = cli.run("generate", "hi", *words.split())
+    assert outcome.code == 2
+    assert part in outcome.err
+    assert not cli.loads
 
 
 def test_a_draft_that_is_named_and_not_used(cli: CommandLine) -> None:

@@ -135,11 +135,11 @@ def test_prompt_longer_than_the_context(pair: Pair) -> None:
 @pytest.mark.parametrize("verb", ["generate", "demo", "chat"])
 def test_a_width_beyond_the_block_is_refused(pair: Pair, verb: str) -> None:
     """Guards against measuring widths that are all the same one: the command line says what `dflash.load` says."""
-    outcome = pair.run(verb, "--width", "9", *(["hi"] if verb == "generate" else []))
+    outcome = pair.run(verb, "--fixed", "--width", "9", *(["hi"] if verb == "generate" else []))
     assert outcome.code == 2
     assert outcome.err == (
-        "dflash: error: width 9 is more than the draft's block of 8 rows, so it would have no effect; lower it or "
-        "leave it out.\n"
+        "dflash: error: width 9 is more than the 8 rows that a round feeds at most, so it would have no effect; lower "
+        "it or leave it out.\n"
     )
     assert pair.run("generate", "-n", "4", "--width", "8", "hi").code == 0
 

@@ -17,7 +17,7 @@ from dflash.backends.torch.engine import TorchEngine
 from dflash.backends.torch.target import TorchTarget, TorchTargetSession
 from dflash.check.measures import FloatArray
 from dflash.check.probe import CONFIGURED, EARLIER, LATER, OTHER_READING, Answer, Variant
-from dflash.types import SamplingParams
+from dflash.types import Drafting, SamplingParams
 
 
 class TorchSubject:
@@ -25,7 +25,7 @@ class TorchSubject:
 
     def __init__(self, engine: TorchEngine, max_new_tokens: int) -> None:
         drafter = engine.drafter
-        assert drafter is not None
+        assert isinstance(drafter, BlockDrafter)
         self._engine = engine
         self._params = SamplingParams(max_new_tokens=max_new_tokens)
         taps = engine.target.taps
@@ -43,8 +43,9 @@ class TorchSubject:
             self.variants[name] = Variant(drafter.session, self._columns(ids))
 
     def answer(self, prompt_ids: Sequence[int]) -> Answer:
-        """Greedily through the real loop."""
-        events = list(self._engine.stream(prompt_ids=prompt_ids, params=self._params))
+        """Greedily through the real loop, whole blocks every round: what the draft can do is what is looked at."""
+        whole_blocks = Drafting(fixed=True)
+        events = list(self._engine.stream(prompt_ids=prompt_ids, params=self._params, drafting=whole_blocks))
         tokens = [token for event in events for token in event.token_ids]
         return Answer(prompt_ids, tokens, [event.round for event in events])
 

@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "chat": "dflash.cli.chat:chat",
     "check": "dflash.cli.check:check",
     "audit": "dflash.cli.audit:audit",
+    "calibrate": "dflash.cli.calibrate:calibrate",
     "prepare": "dflash.cli.prepare:prepare",
     "train": "dflash.cli.train:train",
     "bench": "dflash.cli.bench:bench",

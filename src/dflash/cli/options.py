@@ -16,9 +16,9 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from dflash.errors import ConfigError
-from dflash.registry import DRAFTS, TARGETS
+from dflash.registry import DRAFTS, MODEL_FREE_DRAFTERS, TARGETS
 from dflash.resolve import AUTO
-from dflash.types import SamplingParams
+from dflash.types import MODES, Drafting, Mode, SamplingParams
 
 model_option = functools.partial(Option, rich_help_panel="Model")
 sampling_option = functools.partial(Option, rich_help_panel="Sampling")
@@ -77,8 +77,8 @@ class ModelOptions:
             "--draft",
             "-d",
             metavar="MODEL",
-            help=f"Hub id, local folder, GGUF file or built-in name ({', '.join(DRAFTS)}); "
-            "auto = the one for this target.",
+            help=f"Hub id, local folder, GGUF file or built-in name ({', '.join(DRAFTS)}); auto = the one for this "
+            f"target, {', '.join(MODEL_FREE_DRAFTERS)} = copies of earlier text, without a model.",
         ),
     ] = AUTO
     dtype: DtypeOption = None
@@ -89,10 +89,37 @@ class ModelOptions:
         model_option(
             "--width",
             metavar="N",
-            help="Most rows per forward of the target, anchor included: at most, and by default, the draft's block.",
+            help="Most rows per forward of the target, anchor included (default: as many as pay, or the draft's block "
+            "with --fixed).",
         ),
     ] = None
+    mode: Annotated[
+        str,
+        model_option(
+            "--mode",
+            metavar="NAME",
+            help="exact: chains and copies, bit-exact; fast: trees as well; auto: trees where they bring 10 % more.",
+        ),
+    ] = "auto"
+    no_tree: Annotated[bool, model_option("--no-tree", help="Never feed branches: --mode exact.")] = False
+    no_copy: Annotated[bool, model_option("--no-copy", help="Do not look for copies of earlier text.")] = False
+    fixed: Annotated[
+        bool,
+        model_option("--fixed", help="Feed the draft's whole block every round; no copies, no decisions by cost."),
+    ] = False
     trust_remote_code: RemoteCodeOption = False
+
+    def drafting(self) -> Drafting:
+        """How these options draft. Raises `ConfigError` for an unknown mode and for options that exclude each other."""
+        modes: Mapping[str, Mode] = {mode: mode for mode in MODES}
+        if self.mode not in modes:
+            raise ConfigError(f"--mode is one of {', '.join(MODES)}, not {self.mode!r}.")
+        if self.no_tree and self.mode == "fast":
+            raise ConfigError("--mode fast feeds trees, which --no-tree forbids: drop one of them.")
+        if self.fixed and (self.mode == "fast" or self.no_copy):
+            raise ConfigError("--fixed feeds whole blocks only: drop --mode fast and --no-copy.")
+        mode: Mode = "exact" if self.no_tree else modes[self.mode]
+        return Drafting(mode=mode, fixed=self.fixed, copies=not self.no_copy, width=self.width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

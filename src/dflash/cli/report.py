@@ -67,6 +67,9 @@ def stats_record(stats: Stats) -> dict[str, Any]:
         "verify_seconds": number(stats.verify_seconds),
         "overhead_seconds": number(stats.overhead_seconds),
         "decode_tokens_per_second": number(stats.decode_tokens_per_second),
+        "rounds_by_choice": dict(stats.reasons),
+        "rounds_by_rows": {str(rows): count for rows, count in sorted(stats.rows.items())},
+        "accepted_by_source": dict(stats.accepted_by_source),
         "finish_reason": stats.finish_reason,
         "drafting_stopped": stats.drafting_stopped,
     }
@@ -79,6 +82,10 @@ def stats_line(stats: Stats) -> str:
         parts.append(tokens_per_second(stats.decode_tokens_per_second))
     if stats.num_proposed:
         parts.append(f"acceptance length {stats.acceptance_length:.2f}")
+    if stats.accepted_by_source:
+        parts.append(
+            "accepted: " + ", ".join(f"{count} {source}" for source, count in stats.accepted_by_source.items())
+        )
     parts += [f"prefill {1e3 * stats.prefill_seconds:.0f} ms", f"ended by {stats.finish_reason}"]
     return " · ".join(parts)
 
@@ -89,6 +96,7 @@ def round_record(step: Round) -> dict[str, Any]:
         "tokens": list(step.tokens),
         "num_proposed": step.num_proposed,
         "num_accepted": step.num_accepted,
+        "choice": step.reason,
         "draft_seconds": number(step.draft_seconds),
         "verify_seconds": number(step.verify_seconds),
         "other_seconds": number(step.total_seconds - step.draft_seconds - step.verify_seconds),

@@ -24,9 +24,10 @@ def open_engine(options: ModelOptions) -> Engine:
     plain = isinstance(options, ChainOptions) and options.no_draft
     exact = options.exact if isinstance(options, ChainOptions) else True
     if plain and options.width is not None:  # said here too, where the option that is in the way has a name
-        raise ConfigError("--width limits the rows of a draft's block, which --no-draft leaves out: drop one of them.")
+        raise ConfigError("--width limits the rows of rounds with drafts, which --no-draft leaves out: drop one.")
     if plain and options.draft != AUTO:
         say("note: --draft has no effect beside --no-draft.")
+    drafting = options.drafting()
     with working("starting") as progress:
         import dflash
 
@@ -39,6 +40,7 @@ def open_engine(options: ModelOptions) -> Engine:
             exact=exact,
             trust_remote_code=options.trust_remote_code,
             width=options.width,
+            drafting=drafting,
             progress=progress,
         )
     return engine

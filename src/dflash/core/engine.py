@@ -18,14 +18,16 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
+from dflash.core.adaptive import AdaptiveDrafter, Memory
+from dflash.core.drafting import CopyDrafter, SharedDrafter, make_session
 from dflash.core.exactness import WidthClass
 from dflash.core.loop import Clock, speculative_rounds
 from dflash.core.parking import ParkingDrafter
-from dflash.core.protocols import Acceptor, Drafter, Target
+from dflash.core.protocols import Acceptor, Target
 from dflash.core.stopping import StopRule
 from dflash.core.text import IncrementalText
 from dflash.errors import ConfigError, PromptError
-from dflash.types import Result, Round, SamplingParams, Stats
+from dflash.types import Drafting, Result, Round, SamplingParams, Stats
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ Prompt = str | Sequence[Mapping[str, str]]
 """One user message, or a conversation of {"role": ..., "content": ...} messages."""
 
 _DEFAULT_PARAMS = SamplingParams()
+CHECKED_ROWS = 16
+"""Rows of the widest verify forward where a backend does not say how far it has checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +110,6 @@ class SharedTarget(Protocol):
         ...
 
 
-class SharedDrafter(Protocol):
-    """The weights side of a drafter."""
-
-    def session(self) -> Drafter:
-        """A fresh session."""
-        ...
-
-
 class Engine(ABC):
     """A target, its draft and its tokenizer, ready for any number of requests."""
 
@@ -125,7 +121,19 @@ class Engine(ABC):
         tokenizer: Any,
         eos_ids: frozenset[int],
         info: EngineInfo,
+        drafting: Drafting | None = None,
+        memory: Memory | None = None,
+        max_rows: int = CHECKED_ROWS,
     ) -> None:
+        """
+        Args:
+            drafting: how requests draft unless they say otherwise.
+            memory: measured costs to start from; None = nothing is measured, rounds will tell.
+            max_rows: most rows of a verify forward that has been checked (bit-exactness, memory).
+        """
+        self.drafting = drafting or Drafting(width=info.width)
+        self.memory = memory or Memory()
+        self.max_rows = max_rows
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
@@ -182,9 +190,12 @@ class Engine(ABC):
         use_draft: bool = True,
         exact: bool | None = None,
         raw: bool = False,
+        drafting: Drafting | None = None,
     ) -> Result:
         """Answer a prompt (or `prompt_ids`); arguments and errors as `stream`."""
-        events = self.stream(prompt, params, prompt_ids=prompt_ids, use_draft=use_draft, exact=exact, raw=raw)
+        events = self.stream(
+            prompt, params, prompt_ids=prompt_ids, use_draft=use_draft, exact=exact, raw=raw, drafting=drafting
+        )
         pieces: list[str] = []
         token_ids: list[int] = []
         stats = Stats()
@@ -204,6 +215,7 @@ class Engine(ABC):
         use_draft: bool = True,
         exact: bool | None = None,
         raw: bool = False,
+        drafting: Drafting | None = None,
         profile: bool = False,
     ) -> Generator[StreamEvent, None, None]:
         """Answer a prompt round by round; only committed tokens appear. Closing it early cancels the request.
@@ -213,6 +225,7 @@ class Engine(ABC):
             prompt_ids: token ids in place of `prompt`.
             use_draft: False = plain decoding by the same loop.
             exact: decode in the width class of the probe; None = as loaded. False is the fastest plain form.
+            drafting: how to draft; None = as loaded. It changes speed, in mode "exact" never a bit.
             profile: wait for the device at every reading of the clock, so that each part of a round gets its own time.
                 Changes nothing on a CPU; on a GPU it costs a little speed, and without it the wait for a forward counts
                 where its result is first read.
@@ -222,8 +235,14 @@ class Engine(ABC):
             ConfigError: exact=True on an engine that was loaded with exact=False, or unusable parameters.
         """
         ids = self._prompt_ids(prompt, prompt_ids, raw)
-        drafter = ParkingDrafter(self.drafter.session()) if self.drafter is not None and use_draft else None
-        session = self.target.session(exact=self._exact(exact), features=drafter is not None)
+        shared = self.drafter if use_draft else None
+        has_model = shared is not None and not isinstance(shared, CopyDrafter)
+        session = self.target.session(exact=self._exact(exact), features=has_model)
+        chosen = drafting or self.drafting
+        drafter = None
+        if shared is not None:
+            trees = session.supports_trees
+            drafter = make_session(shared, chosen, self.memory, max_rows=self.max_rows, supports_trees=trees)
         rounds = speculative_rounds(
             session,
             drafter,
@@ -231,7 +250,7 @@ class Engine(ABC):
             StopRule.for_request(params, self.eos_ids, self.decode),
             ids,
             max_new_tokens=params.max_new_tokens,
-            width=self.info.width,
+            width=chosen.width,
             clock=self.profiling_clock() if profile else time.perf_counter,
         )
         stats = Stats(num_prompt_tokens=len(ids))
@@ -247,7 +266,7 @@ class Engine(ABC):
         free: Callable[[], None],
         text: IncrementalText,
         stats: Stats,
-        drafter: ParkingDrafter | None,
+        drafter: AdaptiveDrafter | ParkingDrafter | None,
     ) -> Generator[StreamEvent, None, None]:
         try:
             for step in rounds:

@@ -126,6 +126,8 @@ class _Session:
             total_seconds=ended - started,
             finish_reason=reason,
             num_slots=max(proposal.depths()),
+            reason=proposal.reason,
+            sources=tuple(proposal.sources[row - 1] for row in path[1:]) if proposal.sources else (),
         )
 
     def _propose(self, anchor: int, budget: int) -> Proposal:

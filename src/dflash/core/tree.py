@@ -1,16 +1,19 @@
-"""Trees of draft tokens: who is whose ancestor, and the walk that finds the accepted path.
+"""Trees of draft tokens: growing one from guesses, who is whose ancestor, and the walk that finds the accepted path.
 
-A tree is fed as rows in topological order (`Proposal.parents`); row 0 is the anchor's. Knows no probabilities and no
-tensors of a backend.
+A tree is fed as rows in topological order (`Proposal.parents`); row 0 is the anchor's. Growing is best-first
+(arXiv:2604.12989): the node whose path is likeliest to be accepted comes next, so that the first N nodes are the best
+tree of N nodes under the estimates, and any prefix of the list is a tree. Knows no tensors of a backend.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash.core.guesses import ROOT, Guess, Guesses, Node
 from dflash.types import Acceptance, Proposal
 
 
@@ -47,3 +50,44 @@ def walk(proposal: Proposal, choose: Callable[[int, int], int]) -> Acceptance:
             path.append(index + 1)
             token = choose(index + 1, len(path) - 1)
     return Acceptance(tuple(path), token)
+
+
+def grow_chain(guesses: Guesses, *, max_depth: int, least: float) -> list[Node]:
+    """The likeliest guess behind the likeliest guess, and so on: at most `max_depth` nodes that are each accepted with
+    at least probability `least`."""
+    nodes: list[Node] = []
+    node = ROOT
+    while len(nodes) < max_depth:
+        found = guesses.after(node)
+        if not found or node.survival * found[0].chance < least:
+            break
+        node = guesses.child(node, len(nodes), found[0])
+        nodes.append(node)
+    return nodes
+
+
+def grow_tree(guesses: Guesses, *, max_nodes: int, max_depth: int, least: float) -> list[Node]:
+    """The `max_nodes` nodes with the highest survival, parents first: each one is at most `max_depth` tokens behind the
+    anchor and accepted with at least probability `least`."""
+    nodes: list[Node] = []
+    # Behind (survival, order) the rest is never compared: next guess of a parent's list, and where it is fed.
+    heap: list[tuple[float, int, Node, int, list[Guess], int]] = []
+    serial = 0
+
+    def push(parent: Node, row: int, options: list[Guess], choice: int) -> None:
+        nonlocal serial
+        if choice < len(options):
+            survival = parent.survival * options[choice].chance
+            if survival >= least:
+                heapq.heappush(heap, (-survival, serial, parent, row, options, choice))
+                serial += 1
+
+    push(ROOT, 0, guesses.after(ROOT), 0)
+    while heap and len(nodes) < max_nodes:
+        _, _, parent, row, options, choice = heapq.heappop(heap)
+        node = guesses.child(parent, row, options[choice])
+        nodes.append(node)
+        push(parent, row, options, choice + 1)
+        if len(node.path) < max_depth:
+            push(node, len(nodes), guesses.after(node), 0)
+    return nodes

@@ -5,6 +5,7 @@ Requests are `core/engine.py`, decoding is `core/loop.py`, the models' files are
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dflash.backends.torch.calibration import load_costs
 from dflash.backends.torch.clock import synchronised_clock
 from dflash.backends.torch.draft_loading import load_described
 from dflash.backends.torch.draft_model import DraftModel
-from dflash.backends.torch.drafters.block import BlockDrafter
 from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.loading import (
+    LoadedTarget,
     check_pair,
     check_width,
     choose_device,
@@ -34,21 +36,25 @@ from dflash.backends.torch.plain_form import packed_steps_are_faster
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
 from dflash.cache import file_sha256
+from dflash.core.adaptive import Memory
 from dflash.core.draft_config import DraftConfig
 from dflash.core.draft_reader import DraftDescription, read_draft
+from dflash.core.drafting import SharedDrafter
 from dflash.core.engine import Engine, EngineInfo
 from dflash.core.exactness import WidthClass
 from dflash.core.loop import Clock
 from dflash.core.pair_checks import TargetTokens, raw_config, token_findings, warn
 from dflash.core.published import published_as
-from dflash.registry import DRAFTERS, load_attribute
+from dflash.registry import DRAFTERS, MODEL_FREE_DRAFTERS, load_attribute
 from dflash.resolve import AUTO, Progress, Source, resolve_draft, resolve_target
-from dflash.types import SamplingParams
+from dflash.types import Drafting, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _PROBED_WIDTH = 16
 """Rows of the widest forward that the load-time probe covers; a wider block is probed at its own width."""
+_WIDEST_ON_DEVICES = 64
+"""Rows of the widest forward on devices where rows cost next to nothing."""
 
 
 def load(
@@ -61,20 +67,24 @@ def load(
     exact: bool = True,
     trust_remote_code: bool = False,
     width: int | None = None,
+    drafting: Drafting | None = None,
     progress: Progress | None = None,
 ) -> TorchEngine:
     """Open a target and a draft for generation.
 
     Args:
         target: hub id, local folder, GGUF file or built-in name.
-        draft: the same; "auto" = the draft shipped for this target, None = plain decoding only.
+        draft: the same; "auto" = the draft shipped for this target, "ngram" = copies of earlier text only, without a
+            model, None = plain decoding only.
         dtype: "float32", "bfloat16" or "float16"; None = bfloat16 where the device computes in it, else float32.
         device: "cpu", "cuda", "cuda:1" ...; None = a CUDA device if there is one.
         num_threads: CPU threads of PyTorch, process-wide; None = the physical cores this process may use, but not
             more than PyTorch is already limited to (OMP_NUM_THREADS).
         exact: probe for the width class in which plain and speculative decoding give the same bits, and decode in it.
         trust_remote_code: run Python code that comes with the target.
-        width: most rows of a verify forward (anchor and width - 1 draft tokens), at most and by default the block.
+        width: most rows of a verify forward (anchor and width - 1 draft tokens); None = as many as pay, or the block
+            where drafting is fixed.
+        drafting: how requests draft unless they say otherwise; None = by measured cost.
         progress: told what is being done and how much of it is finished; without it, steps are logged.
 
     Raises:
@@ -85,13 +95,18 @@ def load(
     chosen_dtype = choose_dtype(dtype, chosen_device)
     set_threads(num_threads)
     target_source = resolve_target(os.fspath(target), allow_code=trust_remote_code, progress=report)
-    draft_source = None if draft is None else resolve_draft(os.fspath(draft), target_source, progress=report)
+    draft_name = None if draft is None else os.fspath(draft)
+    model_free = MODEL_FREE_DRAFTERS.get(draft_name or "")
+    draft_source = None
+    if draft_name is not None and model_free is None:
+        draft_source = resolve_draft(draft_name, target_source, progress=report)
     # The draft's description is read first: a wrong one should not cost the loading of the target.
     description = None if draft_source is None else read_draft(draft_source.path)
     config = None if description is None else description.config
     if draft_source is not None and config is not None:
         _report_changes(draft_source, config)
-    check_width(width, config)
+    num_rows = 1 + config.max_proposal if config else 1
+    chosen = _drafting(drafting, width, None if draft is None else num_rows, has_model=model_free is None)
     loaded = load_target(
         target_source,
         dtype=chosen_dtype,
@@ -107,32 +122,76 @@ def load(
     network = None
     if draft_source is not None and description is not None:
         network = _load_network(draft_source, description, loaded.model, report)
+    shared, exactness = _shared_target(loaded.model, config, num_rows, exact=exact, report=report)
+    drafter: SharedDrafter | None = None
+    if network is not None:
+        drafter = load_attribute(DRAFTERS[network.config.kind])(network, shared)
+    elif model_free is not None:
+        drafter = load_attribute(model_free)()
+    info = _info(target_source, draft_source, description, shared, exactness, chosen.width)
+    info = info if model_free is None else dataclasses.replace(info, draft=draft_name)
+    return _engine(loaded, shared, drafter, info, chosen, num_rows=num_rows, report=report)
+
+
+def _shared_target(
+    model: PreTrainedModel, config: DraftConfig | None, num_rows: int, *, exact: bool, report: Progress
+) -> tuple[TorchTarget, WidthClass | None]:
+    """Pack the weights, time plain steps, probe for bit-exactness; the target that sessions are made from."""
     report("packing weights", None)
-    pack_linears(loaded.model)
+    pack_linears(model)
     report("timing plain steps", None)
-    packs_single = packed_steps_are_faster(loaded.model)
-    exactness = _probe(loaded.model, 1 + config.max_proposal if config else 1, report) if exact else None
+    packs_single = packed_steps_are_faster(model)
+    exactness = _probe(model, num_rows, report) if exact else None
     shared = TorchTarget(
-        loaded.model,
+        model,
         taps=config.target_layer_ids if config else (),
         exact_width=exactness.width if exactness else 1,
         packs_single=packs_single,
     )
-    drafter = None if network is None else load_attribute(DRAFTERS[network.config.kind])(network, shared)
+    return shared, exactness
+
+
+def _engine(
+    loaded: LoadedTarget,
+    target: TorchTarget,
+    drafter: SharedDrafter | None,
+    info: EngineInfo,
+    drafting: Drafting,
+    *,
+    num_rows: int,
+    report: Progress,
+) -> TorchEngine:
+    """The engine, with the measured costs of this pair. `num_rows`: of the draft's block."""
+    max_rows = _checked_rows(target, info.exactness, num_rows)
+    memory = None
+    if drafter is not None and not drafting.fixed:
+        report("measuring costs", None)
+        memory = Memory(load_costs(target, drafter, info, max_rows=max_rows))
     return TorchEngine(
-        target=shared,
+        target=target,
         drafter=drafter,
         tokenizer=loaded.tokenizer,
         eos_ids=end_of_sequence_ids(loaded),
-        info=_info(target_source, draft_source, description, shared, exactness, width),
+        info=info,
+        drafting=drafting,
+        memory=memory,
+        max_rows=max_rows,
     )
+
+
+def _drafting(drafting: Drafting | None, width: int | None, num_rows: int | None, *, has_model: bool) -> Drafting:
+    """The choices with their width. `num_rows`: of the draft's block; None = no draft. Raises ConfigError."""
+    chosen = drafting or Drafting()
+    chosen = dataclasses.replace(chosen, width=chosen.width if width is None else width)
+    widest = num_rows if num_rows is None or (chosen.fixed and has_model) else max(_PROBED_WIDTH, num_rows)
+    check_width(chosen.width, widest)
+    return chosen
 
 
 class TorchEngine(Engine):
     """The engine over torch logits."""
 
     target: TorchTarget
-    drafter: BlockDrafter | None
     tokenizer: PreTrainedTokenizerBase
 
     def acceptor(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TorchAcceptor:
@@ -147,6 +206,13 @@ def _report_changes(source: Source, config: DraftConfig) -> None:
     known = published_as(source.name)
     for difference in known.differences(config) if known is not None else ():
         logger.warning("draft '%s' is not as it was published: %s. Pin a revision (@...).", source.name, difference)
+
+
+def _checked_rows(target: TorchTarget, exactness: WidthClass | None, num_rows: int) -> int:
+    """Most rows of a verify forward: those of the probe, so that no bit changes; without one, what a device takes."""
+    if exactness is not None and exactness.holds:
+        return max(exactness.widths_tried)
+    return max(_PROBED_WIDTH if target.device.type == "cpu" else _WIDEST_ON_DEVICES, num_rows)
 
 
 def _probe(model: Any, num_rows: int, report: Progress) -> WidthClass:

@@ -230,18 +230,20 @@ def check_pair(draft: DraftConfig, model: PreTrainedModel, *, draft_name: str, t
         )
 
 
-def check_width(width: int | None, draft: DraftConfig | None) -> None:
-    """Raise ConfigError for a width (most rows of a verify forward) that is no width or would have no effect."""
+def check_width(width: int | None, widest: int | None) -> None:
+    """Raise ConfigError for a width (most rows of a verify forward) that is no width or would have no effect.
+
+    `widest`: most rows that a round may feed; None = no draft is loaded.
+    """
     if width is None:
         return
     if width < 1:
         raise ConfigError(f"width must be at least 1 (the anchor's row), not {width}.")
-    if draft is None:
-        raise ConfigError("width limits the rows of a draft's block, but no draft is loaded; leave width out.")
-    widest = 1 + draft.max_proposal
+    if widest is None:
+        raise ConfigError("width limits the rows of a round with drafts, but no draft is loaded; leave width out.")
     if width > widest:
         raise ConfigError(
-            f"width {width} is more than the draft's block of {widest} rows, so it would have no effect; "
+            f"width {width} is more than the {widest} rows that a round feeds at most, so it would have no effect; "
             "lower it or leave it out."
         )
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dflash.backends.torch.draft_attention import ContextKV
 from dflash.backends.torch.draft_model import DraftModel
+from dflash.backends.torch.drafters.table import candidate_table
 from dflash.backends.torch.target import TorchTarget
-from dflash.types import Proposal
+from dflash.types import CandidateTable, Proposal
 
 _BUCKET = 512
 """Context storage grows in these steps (rows)."""
@@ -104,9 +105,19 @@ class BlockSession:
         hidden_TH = self._hidden(anchor)[: min(budget, self.max_proposal)]
         return self._pick(hidden_TH, self._logits(hidden_TH), anchor)
 
+    @torch.inference_mode()
+    def candidates(self, anchor: int, budget: int, count: int) -> CandidateTable:
+        """The `count` best candidates of each of the first `budget` predicting slots, for chains and trees."""
+        hidden_TH = self._hidden(anchor)[: min(budget, self.max_proposal)]
+        return self._table(hidden_TH, self._logits(hidden_TH), anchor, count)
+
     def _pick(self, hidden_TH: Tensor, logits_TK: Tensor, anchor: int) -> Proposal:
         """Turn the states and logits of the predicting slots into a proposal."""
         raise NotImplementedError
+
+    def _table(self, hidden_TH: Tensor, logits_TK: Tensor, anchor: int, count: int) -> CandidateTable:
+        """Turn them into candidates; here of slots that do not depend on one another."""
+        return candidate_table(logits_TK, self._shared.token_ids_K, count)
 
     def _hidden(self, anchor: int) -> Tensor:
         """Final states [T, H] of the slots that predict, for the block behind the context."""

@@ -1,0 +1,138 @@
+"""`dflash calibrate`: what forwards cost on this machine, measured, kept, and compared with real rounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dflash.cli import report
+from dflash.cli.demo import questions
+from dflash.cli.errors import say
+from dflash.cli.options import ModelOptions, output_option, with_options
+from dflash.cli.session import open_engine, working
+from dflash.errors import ConfigError, MissingExtra
+
+if TYPE_CHECKING:
+    from dflash.core.cost import CostCurve
+    from dflash.core.engine import Engine
+
+
+@with_options
+def calibrate(
+    *,
+    model: ModelOptions,
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="X", min=0, help="Time for the sweeps over all widths.")
+    ] = 10.0,
+    limit: Annotated[
+        int, typer.Option("--limit", metavar="N", min=0, help="Built-in prompts to compare the prediction with.")
+    ] = 2,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the curves into an image (needs matplotlib).")
+    ] = None,
+    as_json: Annotated[bool, output_option("--json", help="Print one JSON record instead of tables.")] = False,
+) -> None:
+    """Measure verify and draft forwards by width and context depth, and keep the result for this machine.
+
+    Loading measures the same in about a second; run this alone on a quiet machine for a better one. Then a few prompts
+    are answered, and the tokens per second that the curves predict for their rounds stand beside the measured ones.
+    """
+    if model.fixed:
+        raise ConfigError("--fixed decides nothing by cost, so there is nothing to calibrate: drop it.")
+    engine = open_engine(model)
+    if engine.drafter is None:
+        raise ConfigError("plain decoding needs no calibration; name a draft with --draft.")
+    from dflash.backends.torch.calibration import costs_path, measure, write_costs
+
+    with working("measuring costs"):
+        verify, draft = measure(
+            engine.target,  # type: ignore[arg-type]  # a torch engine, by `dflash.load`
+            engine.drafter,
+            exact=engine.info.exact,
+            max_rows=engine.max_rows,
+            seconds=seconds,
+        )
+    write_costs(costs_path(engine.info, engine.max_rows), verify, draft)
+    with working("comparing with rounds"):
+        compared = _compare(engine, verify, draft, limit)
+    if plot is not None:
+        _plot(plot, verify)
+    if as_json:
+        record = {
+            "verify": verify.to_json(),
+            "draft_seconds": None if draft is None else draft.at(1, 0),
+            "compared": compared,
+            "engine": report.engine_record(engine.info),
+        }
+        typer.echo(json.dumps(record))
+    else:
+        _print(verify, draft, compared)
+
+
+def _compare(engine: Engine, verify: CostCurve, draft: CostCurve | None, limit: int) -> list[dict[str, Any]]:
+    """Predicted and measured tokens per second of the built-in prompts."""
+    from dflash.core.adaptive import Memory
+    from dflash.core.cost import CostTracker, predicted_seconds
+    from dflash.types import Round, SamplingParams
+
+    engine.memory = Memory(CostTracker(verify, draft))
+    compared = []
+    for prompt in questions(None, limit) if limit else []:
+        rounds: list[Round] = []
+        for event in engine.stream(prompt.opening(), SamplingParams(max_new_tokens=128)):
+            rounds.append(event.round)
+            stats = event.stats
+        if stats.num_rounds < 2:
+            continue
+        predicted = predicted_seconds(rounds[1:], stats.num_prompt_tokens, verify, draft)
+        num_tokens = sum(stats.acceptance_lengths)
+        compared.append(
+            {
+                "prompt": prompt.id,
+                "predicted_tokens_per_second": num_tokens / predicted,
+                "measured_tokens_per_second": stats.decode_tokens_per_second,
+            }
+        )
+    return compared
+
+
+def _print(verify: CostCurve, draft: CostCurve | None, compared: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title="milliseconds of a verify forward", title_justify="left")
+    table.add_column("rows", justify="right")
+    for depth in verify.depths:
+        table.add_column(f"behind {depth} tokens", justify="right")
+    for number, rows in enumerate(verify.rows):
+        table.add_row(str(rows), *(f"{1e3 * line[number]:.2f}" for line in verify.seconds))
+    console.print(table)
+    if draft is not None:
+        console.print(f"a draft takes {1e3 * draft.at(1, 0):.2f} ms")
+    for one in compared:
+        predicted, measured = one["predicted_tokens_per_second"], one["measured_tokens_per_second"]
+        error = predicted / measured - 1
+        console.print(f"{one['prompt']}: predicted {predicted:.1f}, measured {measured:.1f} tok/s ({error:+.0%})")
+
+
+def _plot(path: Path, verify: CostCurve) -> None:
+    """Seconds by rows, a line per depth. Raises MissingExtra without matplotlib, ConfigError for a bad path."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("--plot needs matplotlib: run `pip install matplotlib`.") from None
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for depth, line in zip(verify.depths, verify.seconds, strict=True):
+        axes.plot(verify.rows, [1e3 * value for value in line], marker="o", label=f"behind {depth} tokens")
+    axes.set(xlabel="rows of the forward", ylabel="milliseconds", ylim=(0, None))
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot cannot write {path} ({error}); give a writable .png, .pdf or .svg file.") from None
+    say(f"drawn into {path}")
