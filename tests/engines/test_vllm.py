@@ -21,6 +21,7 @@ import pytest
 
 import dflash
 from dflash import SamplingParams
+from dflash.bench.record import RunRecord
 from dflash.launch.server import healthy
 from dflash.prepare.prompts import read_prompts
 from dflash.registry import DRAFTS, TARGETS
@@ -31,7 +32,7 @@ from tests.launch.test_server import free_port
 TARGET = "smollm2-135m"
 PROMPTS = Path(dflash.__file__).parent / "data" / "prompts" / "bench.jsonl"
 NUM_PROMPTS, NUM_TOKENS = 4, 48
-READY_SECONDS, STOP_SECONDS = 600.0, 90.0
+READY_SECONDS, STOP_SECONDS, BENCH_SECONDS = 600.0, 90.0, 600.0
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "2")
 SAME_ACCEPTANCE = 0.03
 """Relative. vLLM counts what a last round accepted beyond the limit, and scores the whole vocabulary where ours scores
@@ -56,10 +57,11 @@ class Ours:
 
 @dataclass(frozen=True)
 class Theirs:
-    """The server's answers, and its counters over them."""
+    """The server's answers, its counters over them, and what the benchmark made of the same questions."""
 
     answers: list[client.Served]
     counters: dict[str, int]
+    record: RunRecord
 
     @property
     def acceptance_length(self) -> float:
@@ -90,11 +92,28 @@ def test_the_other_kind_of_last_tap(vllm_python: Path, tmp_path: Path) -> None:
 def compare(vllm_python: Path, draft: Path, folder: Path) -> None:
     """Serve the target with `draft`, ask, and compare with this package's own plain text and acceptance."""
     ours = decode(draft)
-    theirs = serve_and_ask(vllm_python, draft, folder / "vllm.log")
+    theirs = serve_and_ask(vllm_python, draft, folder)
     assert [answer.token_ids for answer in theirs.answers] == ours.token_ids
     assert [answer.text for answer in theirs.answers] == ours.texts
     assert theirs.counters["num_draft_tokens"] > theirs.counters["num_accepted_tokens"] > 0
     assert theirs.acceptance_length == pytest.approx(ours.acceptance_length, rel=SAME_ACCEPTANCE)
+    check_record(theirs.record, ours)
+
+
+def check_record(record: RunRecord, ours: Ours) -> None:
+    """`dflash bench --backend vllm` saw the same answers and the same acceptance."""
+    assert record.finished
+    assert record.engine.engine.startswith("vLLM 0.32")
+    (cell,) = record.cells
+    (figures,) = [one for one in cell.forms if one.form == "speculative"]
+    assert figures.num_done == figures.num_requests == NUM_PROMPTS
+    requests = [request for batch in record.batches for request in batch.requests]
+    assert [request.token_ids for request in requests] == ours.token_ids
+    assert [request.text for request in requests] == ours.texts
+    assert figures.rounds is not None and figures.rounds.accepted_per_slot is not None
+    assert sum(figures.rounds.accepted_per_slot) == figures.rounds.num_accepted
+    assert figures.acceptance_length == pytest.approx(ours.acceptance_length, rel=SAME_ACCEPTANCE)
+    assert all(request.first_token_seconds is not None for request in requests)
 
 
 def decode(draft: Path) -> Ours:
@@ -112,13 +131,31 @@ def decode(draft: Path) -> Ours:
     )
 
 
-def serve_and_ask(vllm_python: Path, draft: Path, log: Path) -> Theirs:
-    """Every prompt once, alone, and what the counters rose by meanwhile."""
-    with launched(vllm_python, draft, log) as url:
+def serve_and_ask(vllm_python: Path, draft: Path, folder: Path) -> Theirs:
+    """Every prompt once, alone, and what the counters rose by meanwhile; then all of it again by the benchmark."""
+    with launched(vllm_python, draft, folder / "vllm.log") as url:
         before = client.counters(url)
         answers = [client.ask(url, TARGET, prompt, NUM_TOKENS) for prompt in prompts()]
         after = client.counters(url)
-    return Theirs(answers, {name: after[name] - before[name] for name in after})
+        record = measure(url, folder)
+    return Theirs(answers, {name: after[name] - before[name] for name in after}, record)
+
+
+def measure(url: str, folder: Path) -> RunRecord:
+    """`dflash bench` on the running server."""
+    questions = folder / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts()), encoding="utf-8")
+    words = ["bench", "--backend", "vllm", "--url", url, "--dataset", str(questions), "--limit", str(NUM_PROMPTS)]
+    words += ["--max-new-tokens", str(NUM_TOKENS), "--repeats", "1", "--warm-up", "0", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash", *words, "--out", str(folder / "run")],
+        capture_output=True,
+        text=True,
+        timeout=BENCH_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return RunRecord.model_validate_json(done.stdout)
 
 
 @contextmanager
