@@ -73,6 +73,12 @@ def test_transitions_are_those_of_the_specification(kind: str, target: TorchTarg
                 draft.candidate_selector, hidden, scored, shared.token_ids_K, ANCHOR, num_scored=7, count=4
             )
     picked = shared.tokens(found.rows_TC).tolist()
+    table = session.candidates(ANCHOR, 99, 4)
+    assert table.ids == picked
+    assert table.log_probs == found.log_probs_TC.tolist()
+    assert table.transitions == found.after_SCC.tolist()
+    assert session.candidates(ANCHOR, 2, 4).ids == picked[:2]
+    assert session.candidates(ANCHOR, 1, 4).transitions == []
     assert tuple(row[0] for row in picked) == session.propose(ANCHOR, 99).tokens
     assert all(list(row) == sorted(row, reverse=True) for row in found.log_probs_TC.tolist())
     states, logits = specified(draft, target, features, ANCHOR)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash.backends.torch.drafters import transitions
 from dflash.backends.torch.drafters.block import BlockDrafter, BlockSession
-from dflash.types import Proposal
+from dflash.types import CandidateTable, Proposal
 
 
 class DFlash2Drafter(BlockDrafter):
@@ -36,3 +37,13 @@ class DFlash2Session(BlockSession):
             picked = best_C[picked]
             tokens.append(candidates_C[picked])
         return Proposal(tuple(tokens))
+
+    def _table(self, hidden_TH: Tensor, logits_TK: Tensor, anchor: int, count: int) -> CandidateTable:
+        network, tokens_K = self._shared.network, self._shared.token_ids_K
+        if network.candidate_selector is None:
+            return super()._table(hidden_TH, logits_TK, anchor, count)
+        num_scored = network.config.selector_top_k
+        found = transitions.selected(
+            network.candidate_selector, hidden_TH, logits_TK, tokens_K, anchor, num_scored=num_scored, count=count
+        )
+        return found.as_table(tokens_K)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dflash.backends.torch.draft_model import DraftModel
+from dflash.backends.torch.drafters import transitions
 from dflash.backends.torch.drafters.block import BlockDrafter, BlockSession
 from dflash.backends.torch.target import TorchTarget
-from dflash.types import Proposal
+from dflash.types import CandidateTable, Proposal
 
 
 class DSparkDrafter(BlockDrafter):
@@ -53,6 +54,14 @@ class DSparkSession(BlockSession):
             token = self._shared.tokens((logits_K + weight_KR @ latent).argmax())
             tokens.append(token)
         return Proposal(tuple(torch.stack(tokens).tolist()))
+
+    def _table(self, hidden_TH: Tensor, logits_TK: Tensor, anchor: int, count: int) -> CandidateTable:
+        markov, weight_KR = self._shared.network.markov_head, self._dspark.markov_KR
+        tokens_K = self._shared.token_ids_K
+        if markov is None or weight_KR is None:
+            return super()._table(hidden_TH, logits_TK, anchor, count)
+        found = transitions.markov(markov, weight_KR, hidden_TH, logits_TK, tokens_K, anchor, count=count)
+        return found.as_table(tokens_K)
 
     @torch.inference_mode()
     def confidences(self, anchor: int, tokens: tuple[int, ...]) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash.backends.torch.draft_heads import CandidateSelector, MarkovHead
+from dflash.types import CandidateTable
 
 
 class Transitions(NamedTuple):
@@ -24,6 +25,11 @@ class Transitions(NamedTuple):
     """After the first candidate of the slot before (of the first slot: after the anchor)."""
     after_SCC: Tensor
     """[T - 1, C, C]: of candidate b of slot t + 1 after candidate a of slot t."""
+
+    def as_table(self, tokens_K: Tensor | None) -> CandidateTable:
+        """For core, on the host; `tokens_K`: target id of each row, None = row j is id j."""
+        ids_TC = self.rows_TC if tokens_K is None else tokens_K[self.rows_TC]
+        return CandidateTable(ids_TC.tolist(), self.log_probs_TC.tolist(), self.after_SCC.tolist())
 
 
 def selected(
