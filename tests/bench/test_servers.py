@@ -14,6 +14,7 @@ from dflash.bench.backends.sglang import rounds_of_meta
 from dflash.bench.backends.vllm import parse_counters
 from dflash.bench.protocol import BackendOptions, Cancelled, OpenBackend, Request, RequestFailed, Sampling
 from dflash.errors import ConfigError
+from dflash.types import Drafting
 from tests.bench import fake_server as fake
 from tests.bench.fake_server import NUM_TOKENS, Behaviour, serving
 
@@ -194,7 +195,7 @@ def test_opening_names_what_is_wrong() -> None:
         opened(openai.open_backend, "http://127.0.0.1:9", timeout=2.0)
     with serving(fake.answers(), v1__models={"data": []}) as server, pytest.raises(ConfigError, match="--model"):
         opened(openai.open_backend, server.url)
-    for change in ({"dtype": "float32"}, {"threads": 1}, {"width": 3}):
+    for change in ({"dtype": "float32"}, {"threads": 1}, {"width": 3}, {"drafting": Drafting(fixed=True)}):
         with pytest.raises(ConfigError, match="no effect on --backend vllm"):
             opened(vllm.open_backend, "http://localhost:1", **change)
     with pytest.raises(ConfigError, match="--timeout"):

@@ -18,6 +18,7 @@ from dflash.bench.record import RunRecord
 from dflash.cli import bench
 from dflash.cli.bench_options import DEFAULT_LIMIT, DEFAULT_REPEATS, DEFAULT_TOKENS
 from dflash.registry import BENCH_BACKENDS
+from dflash.types import Drafting
 from tests.backends.tiny_pair import save_draft, save_target
 from tests.bench import fake_server
 from tests.bench.fakes import FakeBackend, echo
@@ -114,6 +115,14 @@ def test_servers_are_not_sent_the_default_pair(fake: Bench, monkeypatch: pytest.
     assert (options.api_key, options.stream, options.timeout) == ("secret", False, 9.0)
     assert [cell.load.label for cell in fake.record().cells] == ["1 at once", "2 at once"]
     assert "secret" not in (fake.folder / "run" / "record.jsonl").read_text(encoding="utf-8")
+
+
+def test_drafting_options_reach_the_engine(fake: Bench) -> None:
+    """Guards against --fixed that the benchmark ignores, and against defaults that a server would have to refuse."""
+    fake.run("--limit", "1", "--fixed")
+    fake.run("--limit", "1", "--width", "4", out="two")
+    assert fake.options[0].drafting == Drafting(fixed=True)
+    assert (fake.options[1].drafting, fake.options[1].width) == (None, 4)
 
 
 def test_chosen_forms(fake: Bench) -> None:

@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 
 from dflash.errors import ConfigError, DFlashError
 from dflash.resolve import Progress
+from dflash.types import Drafting
 
 FormKind = Literal["plain", "speculative"]
 
@@ -206,6 +207,10 @@ class Backend(Protocol):
         """Free everything."""
 
 
+_SPELLED = {"stream": "--no-stream", "drafting": "--mode, --no-tree, --no-copy or --fixed"}
+"""Fields of the class below whose option is not called like them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackendOptions:
     """Everything that a user can say about what is measured. None and False = not said; a backend refuses what has
@@ -218,6 +223,8 @@ class BackendOptions:
     threads: int | None = None
     width: int | None = None
     trust_remote_code: bool = False
+    drafting: Drafting | None = None
+    """How this package's engines draft; None = by their default."""
     url: str | None = None
     """Base address of the server that speculates."""
     plain_url: str | None = None
@@ -235,8 +242,8 @@ class BackendOptions:
         """Raise ConfigError if something was said that `backend`, which reads only `known`, would ignore."""
         for one in dataclasses.fields(self):
             if one.name not in known and getattr(self, one.name) != one.default:
-                option = "no-stream" if one.name == "stream" else one.name.replace("_", "-")
-                raise ConfigError(f"--{option} has no effect on --backend {backend}; leave it out.")
+                option = _SPELLED.get(one.name, f"--{one.name.replace('_', '-')}")
+                raise ConfigError(f"{option} has no effect on --backend {backend}; leave it out.")
 
 
 class OpenBackend(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import re
 import shlex
@@ -20,6 +21,7 @@ from dflash.cli.session import working
 from dflash.errors import ConfigError
 from dflash.registry import BENCH_BACKENDS, load_attribute
 from dflash.resolve import AUTO
+from dflash.types import Drafting
 
 if TYPE_CHECKING:
     from dflash.bench.protocol import Backend, BackendOptions
@@ -131,6 +133,7 @@ def _backend_options(backend: str, model: ModelOptions, server: ServerOptions) -
         threads=model.threads,
         width=model.width,
         trust_remote_code=model.trust_remote_code,
+        drafting=_drafting(model),
         url=server.url,
         plain_url=server.plain_url,
         model=server.served_model,
@@ -139,6 +142,12 @@ def _backend_options(backend: str, model: ModelOptions, server: ServerOptions) -
         tokenizer=server.tokenizer,
         timeout=server.timeout,
     )
+
+
+def _drafting(model: ModelOptions) -> Drafting | None:
+    """What was said about drafting; None if nothing was, so that servers need not refuse it. The width has its own."""
+    said = dataclasses.replace(model.drafting(), width=None)
+    return None if said == Drafting() else said
 
 
 @contextlib.contextmanager

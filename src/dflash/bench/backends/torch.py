@@ -1,12 +1,13 @@
 """This package's own PyTorch engine as a backend of the benchmark.
 
-Three forms over the same weights: plain decoding without padding, plain decoding in the bit-exact form that the draft
-promises to repeat (where the probe at load found one), and DFlash. Which of the two plain ones is faster depends on the
-machine, so both are measured.
+Forms over the same weights: plain decoding without padding, plain decoding in the bit-exact form that the draft
+promises to repeat (where the probe at load found one), DFlash as the user chose it, and on request DFlash as a fixed
+chain. Which of the two plain ones is faster depends on the machine, so both are measured.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -31,12 +32,20 @@ from dflash.bench.protocol import (
 )
 from dflash.bench.provenance import weights_sha256
 from dflash.errors import ConfigError, PromptError
+from dflash.registry import MODEL_FREE_DRAFTERS
 from dflash.resolve import AUTO, Progress, Source, resolve_draft, resolve_target
-from dflash.types import SamplingParams, Stats
+from dflash.types import Drafting, SamplingParams, Stats
 
 PLAIN = Form(name="plain", kind="plain", description="plain decoding, one unpadded row per forward")
 PLAIN_EXACT = Form(name="plain-exact", kind="plain", description="plain decoding in the bit-exact form")
-_KNOWN = ("target", "draft", "dtype", "device", "threads", "width", "trust_remote_code")
+DRAFTED = Form(name="dflash", kind="speculative", description="DFlash, drafting as chosen (by default: what pays)")
+FIXED = Form(
+    name="dflash-fixed",
+    kind="speculative",
+    description="DFlash, the draft's whole block every round, no copies, no trees",
+    by_default=False,
+)
+_KNOWN = ("target", "draft", "dtype", "device", "threads", "width", "trust_remote_code", "drafting")
 
 
 def open_backend(options: BackendOptions, progress: Progress) -> TorchBackend:
@@ -52,10 +61,13 @@ def open_backend(options: BackendOptions, progress: Progress) -> TorchBackend:
         num_threads=options.threads,
         width=options.width,
         trust_remote_code=options.trust_remote_code,
+        drafting=options.drafting,
         progress=progress,
     )
     progress("hashing the weights", None)
     target = resolve_target(options.target, allow_code=options.trust_remote_code)
+    if options.draft in MODEL_FREE_DRAFTERS:
+        return TorchBackend(engine, target, None)
     return TorchBackend(engine, target, resolve_draft(options.draft or AUTO, target))
 
 
@@ -65,25 +77,23 @@ class TorchBackend:
     max_concurrency = 1
     same_seed_same_text = True
 
-    def __init__(self, engine: TorchEngine, target: Source, draft: Source) -> None:
+    def __init__(self, engine: TorchEngine, target: Source, draft: Source | None) -> None:
         self._engine = engine
         self._target = ModelInfo(
             name=target.name, revision=target.revision, sha256=target.sha256 or weights_sha256(target.path)
         )
-        self._draft = ModelInfo(name=draft.name, revision=draft.revision, sha256=weights_sha256(draft.path))
+        if draft is None:
+            self._draft = ModelInfo(name=str(engine.info.draft))
+        else:
+            self._draft = ModelInfo(name=draft.name, revision=draft.revision, sha256=weights_sha256(draft.path))
         self._memory = ProcessMemory()
 
     @property
     def forms(self) -> Sequence[Form]:
-        """Plain, plain in the bit-exact form if there is one, DFlash."""
-        exact = self._engine.info.exact
-        drafted = Form(
-            name="dflash",
-            kind="speculative",
-            description="DFlash",
-            reference=(PLAIN_EXACT if exact else PLAIN).name,
-        )
-        return (PLAIN, PLAIN_EXACT, drafted) if exact else (PLAIN, drafted)
+        """Plain, plain in the bit-exact form if there is one, DFlash as chosen, DFlash fixed if that is another."""
+        plain = [PLAIN, PLAIN_EXACT] if self._engine.info.exact else [PLAIN]
+        drafted = [DRAFTED] if self._engine.drafting.fixed or self._draft.sha256 is None else [DRAFTED, FIXED]
+        return [*plain, *(dataclasses.replace(form, reference=plain[-1].name) for form in drafted)]
 
     @property
     def _tells_times(self) -> bool:
@@ -94,7 +104,9 @@ class TorchBackend:
     def info(self) -> BackendInfo:
         """The engine's own account of what it loaded."""
         info = self._engine.info
-        details = {} if info.width is None else {"width": str(info.width)}
+        details = {"drafting": _described(self._engine.drafting)}
+        if info.width is not None:
+            details["width"] = str(info.width)
         if info.exactness is not None:
             details["exactness"] = info.exactness.reason
         return BackendInfo(
@@ -123,8 +135,9 @@ class TorchBackend:
             events = self._engine.stream(
                 prompt_ids=prompt_ids,
                 params=_params(request),
-                use_draft=form == "dflash",
+                use_draft=form in (DRAFTED.name, FIXED.name),
                 exact=False if form == PLAIN.name else None,
+                drafting=Drafting(fixed=True) if form == FIXED.name else None,
             )
         except PromptError as error:
             raise RequestFailed("prompt", str(error)) from error
@@ -204,6 +217,14 @@ def rounds_of(stats: Stats, *, times: bool = True) -> Rounds:
         verify_seconds=stats.verify_seconds if times else None,
         other_seconds=stats.overhead_seconds if times else None,
     )
+
+
+def _described(drafting: Drafting) -> str:
+    """The choices in words."""
+    if drafting.fixed:
+        return "whole blocks of the draft, fixed"
+    copies = "with copies" if drafting.copies else "without copies"
+    return f"by measured cost, mode {drafting.mode}, {copies}"
 
 
 def _params(request: Request) -> SamplingParams:
