@@ -28,6 +28,7 @@ def test_a_variant_must_beat_luck() -> None:
     assert not paired([0] * 4000, [1] * 100 + [0] * 3900).is_better
     one = paired([0, 2], [1, 2])
     assert (one.mean, one.gain) == (1.5, 0.5)
+    assert [paired([1, 1], [other] * 2).deviations for other in (0, 1, 2)] == [-99, 0, 99], "no infinity in JSON"
 
 
 @pytest.mark.parametrize("scale", [0.25, 1.0, 4.0])

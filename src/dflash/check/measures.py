@@ -16,6 +16,7 @@ FloatArray = NDArray[np.float32]
 
 DEVIATIONS = 3.0
 """Standard errors by which a variant must be better before it is believed (one of 700 by luck alone)."""
+MOST_DEVIATIONS = 99.0
 LEAST_GAIN = 0.05
 """Tokens per guess that it must gain on top of that."""
 THETAS = tuple(float(theta) for theta in np.geomspace(1 / 8, 8, 25))
@@ -52,8 +53,9 @@ def paired(configured: Sequence[int], variant: Sequence[int]) -> Paired:
     differences = np.asarray(variant, np.float64) - np.asarray(configured, np.float64)
     gain = float(differences.mean())
     error = float(differences.std()) / len(differences) ** 0.5
-    deviations = gain / error if error else float(np.sign(gain)) * np.inf if gain else 0.0
-    return Paired(float(np.mean(variant)), gain, deviations)
+    # Without any spread the gain is as certain as it can be; infinity would be no JSON.
+    deviations = gain / error if error else MOST_DEVIATIONS * float(np.sign(gain))
+    return Paired(float(np.mean(variant)), gain, float(np.clip(deviations, -MOST_DEVIATIONS, MOST_DEVIATIONS)))
 
 
 def overlap(
