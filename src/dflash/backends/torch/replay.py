@@ -132,7 +132,7 @@ class Replay:
             block = original(*args, **kwargs)
             outputs = {module: rows for module, rows in running.outputs.items() if module not in before}
             last = next((module for module, rows in outputs.items() if rows[-1] is block), None)
-            if not local.rows_alone or last is None:
+            if not local.rows_alone or last is None or block.shape[1] == 1:
                 return block
             return self._row_by_row(layer, original, (args, kwargs), outputs, last)
 

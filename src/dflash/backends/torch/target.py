@@ -107,6 +107,8 @@ class TorchTarget:
         self.recorder = TapRecorder(tapped_layers(model, self.taps, self.num_layers))
         is_recurrent = any(spec.is_recurrent for spec in self.layer_specs)
         self.replay = Replay(model, self.layer_specs) if replays and is_recurrent else None
+        # On accelerators so many small kernels would cost more than drafting gains: hybrid targets are not exact there.
+        self.rows_alone = self.device.type == "cpu"
 
     def _check_taps(self) -> None:
         for tap in self.taps:
@@ -242,7 +244,7 @@ class TorchTargetSession:
         assert 0 < self._cache.num_tokens <= room, "verify needs a prompt and room in the context"
         assert proposal.parents is None or self.supports_trees
         replay = self._target.replay
-        alone = len(ids) if self._exact else 0
+        alone = len(ids) if self._exact and self._target.rows_alone else 0
         with nullcontext() if replay is None else replay.recording(alone) as self._record:
             logits, rows = self._feed(anchor, proposal)
         self._fed = ids
