@@ -20,7 +20,7 @@ from dflash.core.loop import speculative_rounds
 from dflash.core.reference import ReferenceAcceptor, accept_sampled
 from dflash.core.stopping import StopRule
 from dflash.errors import CheckpointError
-from dflash.types import Proposal, SamplingParams
+from dflash.types import Drafting, Proposal, SamplingParams
 from tests.backends.pairs import open_engine
 from tests.backends.tiny_pair import draft_config, random_draft, save_draft, save_target
 from tests.backends.tiny_targets import llama, tokens
@@ -113,10 +113,11 @@ def test_options_that_do_not_exist_are_refused() -> None:
 def test_a_block_starts_where_the_target_ends(tmp_path: Path) -> None:
     """Guards against a block that is one position off after some round: in every round slot 0 must sit at the number of
     tokens that the target has been fed, whatever was accepted before."""
-    engine = open_engine(save_target(tmp_path / "target"), save_draft(tmp_path / "draft"))
-    assert engine.drafter is not None
+    whole_blocks = Drafting(fixed=True)  # so that every round with a proposal has a block of the draft
+    engine = open_engine(save_target(tmp_path / "target"), save_draft(tmp_path / "draft"), drafting=whole_blocks)
+    drafter: Any = engine.drafter
     starts: list[int] = []
-    network = engine.drafter.network
+    network = drafter.network
     hook = network.register_forward_pre_hook(lambda module, inputs: starts.append(int(inputs[1].item())))
     fed: list[int] = []
     prompt = list(range(40, 52))
