@@ -9,6 +9,7 @@ import pytest
 
 from dflash.bench.figures import cells, spread
 from dflash.bench.record import BatchPart, CellPart, FormFigures, LoadPart, RequestPart, RoundsPart, RunRecord
+from dflash.bench.report.tables import sources
 from dflash.bench.run import run_benchmark
 from tests.bench.fakes import DRAFTED, EXACT, PER_TOKEN, PLAIN, FakeBackend, Say, form_parts, questions, workload
 
@@ -180,6 +181,22 @@ def test_interval_widens_with_the_prompts_differences() -> None:
     low, high = speedup.interval
     assert speedup.repeats.median == pytest.approx(1.5)
     assert 1.1 < low < 1.45 < 1.6 < high < 2.3
+
+
+def test_sources_of_accepted_tokens_add_up() -> None:
+    """Guards against a gain from copying that looks like the draft's."""
+    request = RequestPart(prompt_id="p", turn=0, text="abc", num_tokens=6, total_seconds=1.0)
+    told = [{"draft": 3, "copy": 1}, {"copy": 2, "both": 2}, None]
+    parts = [
+        batch("dflash", [request], repeat=i, counters=RoundsPart(num_rounds=4, num_tokens=10, accepted_by_source=one))
+        for i, one in enumerate(told)
+    ]
+    (cell,) = cells(parts, form_parts([DRAFTED]), compare_drawn=None)
+    rounds = cell.forms[0].rounds
+    assert rounds is not None
+    assert rounds.accepted_by_source == {"both": 2, "copy": 3, "draft": 3}
+    assert sources(rounds) == "62%"
+    assert sources(None) == sources(RoundsPart(num_rounds=1, num_tokens=1)) == "–"
 
 
 def test_every_load_and_set_has_its_cell(tmp_path: Path) -> None:

@@ -260,6 +260,7 @@ def pooled_rounds(column: _Column) -> RoundsPart | None:
         num_accepted=_whole(total("num_accepted")),
         proposed_per_slot=_sum_slots([part.proposed_per_slot for part in parts]),
         accepted_per_slot=_sum_slots([part.accepted_per_slot for part in parts]),
+        accepted_by_source=_sum_sources(parts),
         draft_seconds=total("draft_seconds"),
         verify_seconds=total("verify_seconds"),
         other_seconds=total("other_seconds"),
@@ -268,6 +269,14 @@ def pooled_rounds(column: _Column) -> RoundsPart | None:
 
 def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
+
+
+def _sum_sources(parts: Sequence[RoundsPart]) -> dict[str, int] | None:
+    """None if no part tells sources; a part without accepted tokens has none to tell."""
+    sources: Counter[str] = Counter()
+    for part in parts:
+        sources.update(part.accepted_by_source or {})
+    return dict(sorted(sources.items())) or None
 
 
 def _sum_slots(slots: Sequence[list[int] | None]) -> list[int] | None:

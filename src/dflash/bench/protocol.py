@@ -111,6 +111,8 @@ class Rounds:
     """[i]: rounds in which slot i+1 was proposed."""
     accepted_per_slot: Sequence[int] | None = None
     """[i]: rounds in which slot i+1 was accepted."""
+    accepted_by_source: Mapping[str, int] | None = None
+    """Accepted draft tokens by where the guess came from: "draft", "copy", "both"."""
     draft_seconds: float | None = None
     verify_seconds: float | None = None
     other_seconds: float | None = None

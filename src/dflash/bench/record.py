@@ -32,6 +32,7 @@ class RoundsPart(Part):
     num_accepted: int | None = None
     proposed_per_slot: list[int] | None = None
     accepted_per_slot: list[int] | None = None
+    accepted_by_source: dict[str, int] | None = None
     draft_seconds: float | None = None
     verify_seconds: float | None = None
     other_seconds: float | None = None

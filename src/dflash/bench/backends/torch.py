@@ -213,6 +213,7 @@ def rounds_of(stats: Stats, *, times: bool = True) -> Rounds:
         num_accepted=stats.num_accepted,
         proposed_per_slot=tuple(stats.proposed_per_slot),
         accepted_per_slot=tuple(stats.accepted_per_slot),
+        accepted_by_source=dict(stats.accepted_by_source) or None,
         draft_seconds=stats.draft_seconds if times else None,
         verify_seconds=stats.verify_seconds if times else None,
         other_seconds=stats.overhead_seconds if times else None,

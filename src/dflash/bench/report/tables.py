@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash.bench.record import CellPart, FormFigures, IdentityPart, RunRecord, Span, SpeedupPart
+from dflash.bench.record import CellPart, FormFigures, IdentityPart, RoundsPart, RunRecord, Span, SpeedupPart
 
 MISSING = "–"
 
@@ -117,6 +117,7 @@ def detail_table(record: RunRecord) -> Table:
             f"{figures.num_done} of {figures.num_requests}",
             count(figures.num_tokens),
             count(figures.rounds.num_rounds if figures.rounds else None),
+            sources(figures.rounds),
             milliseconds(greatest(figures.first_token_seconds)),
             milliseconds(greatest(figures.seconds_per_token)),
             share(figures.looping_share),
@@ -135,6 +136,7 @@ def detail_table(record: RunRecord) -> Table:
         "answered",
         "tokens",
         "rounds",
+        "accepted from copies",
         "first token, p95",
         "per token, p95",
         "looping",
@@ -190,6 +192,14 @@ def number(value: float | None, form: str) -> str:
 def count(value: int | None) -> str:
     """A whole number with thin groups, or a dash."""
     return MISSING if value is None else f"{value:,}".replace(",", " ")
+
+
+def sources(rounds: RoundsPart | None) -> str:
+    """Share of the accepted draft tokens that a copy of earlier text guessed, alone or as the draft did, too."""
+    told = rounds.accepted_by_source if rounds is not None else None
+    if not told:
+        return MISSING
+    return share((told.get("copy", 0) + told.get("both", 0)) / sum(told.values()))
 
 
 def share(value: float | None) -> str:
