@@ -43,7 +43,8 @@ def engine_line(info: EngineInfo) -> str:
     if info.exactness is None:
         exact = "not bit-exact (not asked for)"
     elif info.exact:
-        exact = f"bit-exact (forwards of {info.exactness.width} rows or more)"
+        width = info.exactness.width
+        exact = f"bit-exact (forwards of {width} rows or more)" if width > 1 else "bit-exact (forwards of any width)"
     else:
         exact = f"not bit-exact here: {info.exactness.reason}"
     return " · ".join([f"target {info.target}", draft, info.dtype, f"{info.device}, {threads}", exact])
