@@ -24,7 +24,9 @@ class TwoTexts:
     def __init__(self, plain: Sequence[int], drafted: Sequence[int]) -> None:
         self._texts = {False: list(plain), True: list(drafted)}
 
-    def generate(self, *, prompt_ids: Sequence[int], params: SamplingParams, use_draft: bool = True) -> Result:
+    def generate(
+        self, *, prompt_ids: Sequence[int], params: SamplingParams, use_draft: bool = True, drafting: Any = None
+    ) -> Result:
         return Result("", self._texts[use_draft], Stats())
 
     def decode(self, token_ids: Sequence[int]) -> str:

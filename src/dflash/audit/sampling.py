@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash.audit.oracle import FloatArray, Oracle
+from dflash.audit.texts import WHOLE_BLOCKS
 from dflash.core.engine import Engine
 from dflash.core.reference import distribution
 from dflash.types import Proposal, SamplingParams, Verdict
@@ -73,7 +74,9 @@ def runs_from_the_start(
     places: list[float] = []
     for seed in range(num_runs):
         params = SamplingParams(max_new_tokens=TOKENS_PER_RUN, temperature=1.0, seed=seed, ignore_eos=True)
-        tokens = engine.generate(prompt_ids=prompt_ids, params=params).token_ids
+        # Every other run drafts as the engine was loaded, the others in whole blocks.
+        drafting = WHOLE_BLOCKS if seed % 2 else None
+        tokens = engine.generate(prompt_ids=prompt_ids, params=params, drafting=drafting).token_ids
         rows = oracle.logits([*prompt_ids, *tokens[:-1]], len(tokens))
         for token, row in zip(tokens, rows, strict=True):
             places.append(place_of(token, distribution(row, params), float(inside.random())))

@@ -14,9 +14,13 @@ from typing import Literal
 from dflash.audit.oracle import Oracle
 from dflash.core.engine import Engine
 from dflash.core.textshare import TextShare, text_share
-from dflash.types import SamplingParams
+from dflash.types import Drafting, SamplingParams
 
 Verdict = Literal["near-tie", "fault"]
+
+WHOLE_BLOCKS = Drafting(fixed=True)
+"""The draft's whole block in every round: drafting by measured cost could leave a draft out that does not pay here, and
+an audit would compare plain decoding with itself."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def audit_text(
     """Answer one prompt both ways. `must_agree`: equality is promised here, so that no tie excuses a difference."""
     params = SamplingParams(max_new_tokens=max_new_tokens)
     plain = engine.generate(prompt_ids=prompt_ids, params=params, use_draft=False)
-    drafted = engine.generate(prompt_ids=prompt_ids, params=params)
+    drafted = engine.generate(prompt_ids=prompt_ids, params=params, drafting=WHOLE_BLOCKS)
     ids = [*prompt_ids, *drafted.token_ids]
     num_rows = len(drafted.token_ids)
     rows = oracle.logits(ids[:-1], num_rows)
@@ -110,7 +114,7 @@ def same_seed_same_text(engine: Engine, prompt_ids: Sequence[int], max_new_token
     """First index at which sampled texts with and without the draft part, for one seed; None if they do not."""
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.8, top_p=0.95, seed=1, ignore_eos=True)
     plain = engine.generate(prompt_ids=prompt_ids, params=params, use_draft=False)
-    drafted = engine.generate(prompt_ids=prompt_ids, params=params)
+    drafted = engine.generate(prompt_ids=prompt_ids, params=params, drafting=WHOLE_BLOCKS)
     return first_difference(plain.token_ids, drafted.token_ids)
 
 
