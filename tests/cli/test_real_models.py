@@ -36,6 +36,7 @@ class Pair:
 def pair(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Pair:
     """A random target and a random draft in a fresh folder."""
     set_threads(1)
+    monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "cache"))
     target, draft = save_target(tmp_path / "target"), save_draft(tmp_path / "draft")
     return Pair(CommandLine(monkeypatch, capsys, fake=False), target, draft)
 
@@ -150,3 +151,20 @@ def test_profile(pair: Pair) -> None:
     assert len(record["rounds"]) == record["stats"]["num_rounds"] + 1
     assert all(min(step[part] for part in ("verify_seconds", "other_seconds")) > 0 for step in record["rounds"])
     assert record["rounds"][1]["draft_seconds"] > 0
+
+
+def test_calibrate(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a calibration that measures nothing, is not kept, or whose prediction is no number."""
+    monkeypatch.setenv("DFLASH_CACHE", str(tmp_path))
+    record = pair.record("calibrate", "--seconds", "0", "--limit", "1")
+    assert record["verify"]["rows"] == [1, 2, 4, 8, 16]
+    assert record["draft_seconds"] > 0
+    (kept,) = (tmp_path / "costs").iterdir()
+    assert json.loads(kept.read_text())["verify"] == record["verify"]
+    for one in record["compared"]:
+        assert one["predicted_tokens_per_second"] > 0
+        assert one["measured_tokens_per_second"] > 0
+    shown = pair.run("calibrate", "--seconds", "0", "--limit", "0")
+    assert "rows" in shown.out
+    refused = pair.run("calibrate", "--fixed")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
