@@ -23,8 +23,7 @@ from dflash.errors import CheckpointError, PairError, UnsupportedModel
 from dflash.prepare.prompts import Conversation
 from dflash.resolve import AUTO, Progress, resolve_draft, resolve_target
 
-MAX_NEW_TOKENS = 40
-NUM_PROMPTS = 3
+MAX_NEW_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True)

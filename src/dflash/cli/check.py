@@ -34,7 +34,7 @@ def check(
     machine: MachineOptions,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", metavar="N", min=1, help="Most tokens per answer of the probe.")
-    ] = 40,
+    ] = 32,
     prompts: Annotated[
         Path | None,
         typer.Option(
