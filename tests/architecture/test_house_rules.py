@@ -211,7 +211,7 @@ def test_dependencies_are_those_that_are_imported() -> None:
 
 
 def _import_name(requirement: str) -> str:
-    name = re.split(r"[<>=~!;\[ ]", requirement)[0].lower()
+    name = re.split(r"[<>=~!;\[ ]", requirement)[0].lower().replace("-", "_")
     return {"pyyaml": "yaml"}.get(name, name)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from dflash.backends.torch.engine import TorchEngine as Engine
 from tests.backends import tiny_pair
-from tests.backends.pairs import GREEDY, PROMPTS, load_with_taps, open_engine
+from tests.backends.pairs import BACKENDS, GREEDY, PROMPTS, OpenEngine, load_with_taps
+from tests.backends.pairs import open_engine as open_torch_engine
 from tests.backends.tiny_pair import random_draft, save_draft, save_target, train_draft
 
 
@@ -34,7 +35,7 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def trained_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft that has learnt this target's greedy answers to the prompts by heart."""
-    engine = open_engine(target_folder, None)
+    engine = open_torch_engine(target_folder, None)
     network = random_draft(tiny_pair.draft_config())
     pairs = [(engine.tokenize(prompt), engine.generate(prompt, GREEDY).token_ids) for prompt in PROMPTS]
     tapped = load_with_taps(target_folder, network.config.target_layer_ids)
@@ -45,4 +46,12 @@ def trained_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def engine(target_folder: Path, draft_folder: Path) -> Engine:
-    return open_engine(target_folder, draft_folder)
+    return open_torch_engine(target_folder, draft_folder)
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def open_engine(request: pytest.FixtureRequest) -> OpenEngine:
+    """Opens engines of each backend in turn."""
+    if request.param == "mlx":
+        pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
+    return BACKENDS[request.param]

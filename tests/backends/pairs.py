@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dflash import SamplingParams, load
 from dflash.backends.torch.engine import TorchEngine as Engine
+from dflash.core.engine import Engine as AnyEngine
+from dflash.registry import BACKENDS as LOADERS
+from dflash.registry import load_attribute
 
 PROMPTS = ("Why is the sky blue?", "x", "Ein längerer Satz, mit Umlauten: äöü. " * 5)
 GREEDY = SamplingParams(max_new_tokens=60, ignore_eos=True)
@@ -24,3 +28,15 @@ def load_with_taps(target: Path, taps: Sequence[int]) -> Engine:
     engine = open_engine(target, None)
     engine.target = type(engine.target)(engine.target.model, taps=taps)
     return engine
+
+
+def open_mlx_engine(target: Path, draft: Path | None, **options: Any) -> AnyEngine:
+    """On MLX's default device, in float32 if nothing else is said."""
+    engine: AnyEngine = load_attribute(LOADERS["mlx"])(target, draft, **{"dtype": "float32", **options})
+    return engine
+
+
+OpenEngine = Callable[..., AnyEngine]
+"""(target folder, draft folder or None, **options of `load`) -> an engine."""
+
+BACKENDS: Mapping[str, OpenEngine] = MappingProxyType({"torch": open_engine, "mlx": open_mlx_engine})

@@ -69,6 +69,9 @@ class FakeEngine:
         session = SimpleNamespace(prefill=lambda ids: verdict, close=lambda: None)
         return SimpleNamespace(session=lambda **kinds: session)
 
+    def as_numpy(self, logits: torch.Tensor) -> Any:
+        return logits.numpy()
+
     def tokenize(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
         return [ord(character) for character in text]

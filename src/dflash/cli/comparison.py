@@ -130,9 +130,11 @@ def find_difference(
 
 def _top_two_margin(engine: Engine, fed: Sequence[int]) -> float:
     """Best minus second-best logit of the token after `fed`."""
+    import numpy as np
+
     session = engine.target.session(exact=True, features=False)
     try:
-        best, second = session.prefill(fed).logits[-1].float().topk(2).values.tolist()
+        second, best = np.sort(engine.as_numpy(session.prefill(fed).logits[-1]))[-2:]
     finally:
         session.close()
     return float(best - second)

@@ -11,7 +11,7 @@ import typer
 
 from dflash.cli import report
 from dflash.cli.comparison import Comparison, compare, num_runs, plain_speed, speed, warm_up
-from dflash.cli.options import ModelOptions, output_option, with_options
+from dflash.cli.options import EngineOptions, output_option, with_options
 from dflash.cli.session import open_engine
 from dflash.prepare.prompts import Conversation, read_prompts
 from dflash.types import SamplingParams
@@ -28,7 +28,7 @@ SHOWN_CHARACTERS = 400
 @with_options
 def demo(
     *,
-    model: ModelOptions,
+    model: EngineOptions,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Most tokens per answer.")
     ] = 128,

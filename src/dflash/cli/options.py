@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from dflash.errors import ConfigError
-from dflash.registry import DRAFTS, MODEL_FREE_DRAFTERS, TARGETS
+from dflash.registry import BACKENDS, DRAFTS, MODEL_FREE_DRAFTERS, TARGETS
 from dflash.resolve import AUTO
 from dflash.types import MODES, Drafting, Mode, SamplingParams
 
@@ -25,6 +25,7 @@ sampling_option = functools.partial(Option, rich_help_panel="Sampling")
 output_option = functools.partial(Option, rich_help_panel="Output")
 
 DEFAULT_TARGET = "smollm2-135m"
+DEFAULT_BACKEND = "torch"
 _PLAIN = SamplingParams()
 
 TargetArgument = Annotated[
@@ -133,7 +134,16 @@ class MachineOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChainOptions(ModelOptions):
+class EngineOptions(ModelOptions):
+    """As above, for verbs that decode in this process."""
+
+    backend: Annotated[
+        str, model_option("--backend", metavar="NAME", help=f"What computes: {' or '.join(BACKENDS)}.")
+    ] = DEFAULT_BACKEND
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChainOptions(EngineOptions):
     """As above, for verbs that can also decode without a draft or without bit-exactness."""
 
     no_draft: Annotated[bool, model_option("--no-draft", help="Plain decoding by the same engine.")] = False

@@ -39,7 +39,7 @@ def engine_record(info: EngineInfo) -> dict[str, Any]:
 def engine_line(info: EngineInfo) -> str:
     """What runs, in one line: models, numbers, machine, and whether a draft can change the bits."""
     draft = "no draft" if info.draft is None else f"draft {info.draft} (block {info.block_size})"
-    threads = f"{info.num_threads} thread{'s' if info.num_threads != 1 else ''}"
+    threads = "" if info.num_threads is None else f", {info.num_threads} thread{'s' if info.num_threads != 1 else ''}"
     if info.exactness is None:
         exact = "not bit-exact (not asked for)"
     elif info.exact:
@@ -47,7 +47,7 @@ def engine_line(info: EngineInfo) -> str:
         exact = f"bit-exact (forwards of {width} rows or more)" if width > 1 else "bit-exact (forwards of any width)"
     else:
         exact = f"not bit-exact here: {info.exactness.reason}"
-    return " · ".join([f"target {info.target}", draft, info.dtype, f"{info.device}, {threads}", exact])
+    return " · ".join([f"target {info.target}", draft, info.dtype, f"{info.device}{threads}", exact])
 
 
 def stats_record(stats: Stats) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dflash.cli.errors import say
-from dflash.cli.options import ChainOptions, ModelOptions
+from dflash.cli.options import DEFAULT_BACKEND, ChainOptions, EngineOptions, ModelOptions
 from dflash.errors import ConfigError
+from dflash.registry import backend_loader
 from dflash.resolve import AUTO, Progress
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ def open_engine(options: ModelOptions) -> Engine:
     with working("starting") as progress:
         import dflash
 
-        engine = dflash.load(
+        backend = options.backend if isinstance(options, EngineOptions) else DEFAULT_BACKEND
+        load = dflash.load if backend == DEFAULT_BACKEND else backend_loader(backend)
+        engine: Engine = load(
             options.target,
             None if plain else options.draft,
             dtype=options.dtype,

@@ -7,6 +7,7 @@ in `core/dialects/`.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash.cache import file_sha256
 from dflash.core.dialects.base import Checkpoint, Dialect, Lookup
 from dflash.core.dialects.speculators import DRAFT_TO_TARGET, TARGET_TO_DRAFT
 from dflash.core.draft_config import CONFIG_FILE, DraftConfig
@@ -45,6 +47,11 @@ class DraftDescription:
     """This project's tensor name -> the name in its file."""
     vocabulary: tuple[int, ...] | None
     """Target ids that the draft scores, ascending (row j of its head stands for the j-th); None = all."""
+
+    def weights_sha256(self) -> str:
+        """Of the weights file; of the files' hashes in order where there are several."""
+        hashes = [file_sha256(file) for file in sorted({tensor.file for tensor in self.tensors.values()})]
+        return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def read_draft(folder: Path) -> DraftDescription:

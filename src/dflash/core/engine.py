@@ -16,7 +16,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from jinja2 import TemplateError
+from numpy.typing import NDArray
 
 from dflash.core.adaptive import AdaptiveDrafter, Memory
 from dflash.core.drafting import CopyDrafter, SharedDrafter, make_session
@@ -59,7 +61,8 @@ class EngineInfo:
     dtype: str
     """Of weights and activations, e.g. "bfloat16"."""
     device: str
-    num_threads: int
+    num_threads: int | None
+    """CPU threads; None where the library chooses by itself."""
     exactness: WidthClass | None
     """What the load-time probe found; None if it was not asked for (exact=False)."""
     packs_single: bool = False
@@ -143,6 +146,10 @@ class Engine(ABC):
     @abstractmethod
     def acceptor(self, params: SamplingParams, prompt_ids: Sequence[int]) -> Acceptor:
         """The acceptance rule of one request, over logits of this backend. Raises ConfigError for unusable params."""
+
+    @abstractmethod
+    def as_numpy(self, logits: Any) -> NDArray[np.float32]:
+        """Logits of this backend in the host's memory."""
 
     def profiling_clock(self) -> Clock:
         """Seconds, read when the device has done all it was given; here for devices that never lag behind the host."""

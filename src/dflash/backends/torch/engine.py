@@ -12,7 +12,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash.backends.torch.calibration import load_costs
@@ -23,12 +25,10 @@ from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.loading import (
     LoadedTarget,
     check_pair,
-    check_width,
     choose_device,
     choose_dtype,
     end_of_sequence_ids,
     load_target,
-    log_steps,
     set_threads,
 )
 from dflash.backends.torch.packing import pack_linears
@@ -43,10 +43,11 @@ from dflash.core.drafting import SharedDrafter
 from dflash.core.engine import Engine, EngineInfo
 from dflash.core.exactness import WidthClass
 from dflash.core.loop import Clock
+from dflash.core.pair import check_width
 from dflash.core.pair_checks import TargetTokens, raw_config, token_findings, warn
 from dflash.core.published import published_as
 from dflash.registry import DRAFTERS, MODEL_FREE_DRAFTERS, load_attribute
-from dflash.resolve import AUTO, Progress, Source, resolve_draft, resolve_target
+from dflash.resolve import AUTO, Progress, Source, log_steps, resolve_draft, resolve_target
 from dflash.types import Drafting, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -196,6 +197,10 @@ class TorchEngine(Engine):
 
     def acceptor(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TorchAcceptor:
         return TorchAcceptor(params, prompt_ids, self.target.vocab_size, self.target.device)
+
+    def as_numpy(self, logits: torch.Tensor) -> NDArray[np.float32]:
+        numbers: NDArray[np.float32] = logits.float().cpu().numpy()
+        return numbers
 
     def profiling_clock(self) -> Clock:
         return synchronised_clock(self.target.device)

@@ -24,8 +24,9 @@ from transformers.utils import logging as transformers_logging
 from dflash.backends.torch.compat import auto_class, text_config
 from dflash.backends.torch.gguf import converted_folder
 from dflash.core.draft_config import DraftConfig
+from dflash.core.pair import TargetShape, check_shapes
 from dflash.core.safetensors_files import check_weight_files
-from dflash.errors import CheckpointError, ConfigError, MissingExtra, ModelError, PairError, UnsupportedModel
+from dflash.errors import CheckpointError, ConfigError, MissingExtra, ModelError, UnsupportedModel
 from dflash.resolve import Progress, Source, resolve_target
 
 logger = logging.getLogger(__name__)
@@ -212,53 +213,12 @@ def check_pair(draft: DraftConfig, model: PreTrainedModel, *, draft_name: str, t
     A draft without an embedding or head of its own uses the target's, so widths and vocabularies must agree.
     """
     target = text_config(model)
-    num_layers: int = target.num_hidden_layers
-    borrows = not (draft.owns_embedding and draft.owns_head)
-    facts = (
-        ("vocabulary size", draft.vocab_size, target.vocab_size),
-        ("hidden size", draft.hidden_size if borrows else None, target.hidden_size),
-        ("width of its taps", draft.tap_width if not borrows else draft.target_hidden_size, target.hidden_size),
-        ("number of target layers", draft.num_target_layers, num_layers),
+    check_shapes(
+        draft,
+        TargetShape(target.vocab_size, target.hidden_size, target.num_hidden_layers),
+        draft_name=draft_name,
+        target_name=target_name,
     )
-    wrong = [f"{what} {theirs} (the target has {ours})" for what, theirs, ours in facts if theirs not in (None, ours)]
-    if draft.target_layer_ids[-1] >= num_layers:
-        wrong.append(f"tap {draft.target_layer_ids[-1]} (the target has layers 0 to {num_layers - 1})")
-    if wrong:
-        raise PairError(
-            f"draft '{draft_name}' was made for another target than '{target_name}': {', '.join(wrong)}. "
-            "Use the draft of this target, or train one with `dflash train`."
-        )
-
-
-def check_width(width: int | None, widest: int | None) -> None:
-    """Raise ConfigError for a width (most rows of a verify forward) that is no width or would have no effect.
-
-    `widest`: most rows that a round may feed; None = no draft is loaded.
-    """
-    if width is None:
-        return
-    if width < 1:
-        raise ConfigError(f"width must be at least 1 (the anchor's row), not {width}.")
-    if widest is None:
-        raise ConfigError("width limits the rows of a round with drafts, but no draft is loaded; leave width out.")
-    if width > widest:
-        raise ConfigError(
-            f"width {width} is more than the {widest} rows that a round feeds at most, so it would have no effect; "
-            "lower it or leave it out."
-        )
-
-
-def log_steps(logger: logging.Logger) -> Progress:
-    """A progress that logs each step once."""
-    said = ""
-
-    def report(what: str, done: float | None) -> None:
-        nonlocal said
-        if what != said:
-            said = what
-            logger.info("%s", what)
-
-    return report
 
 
 def end_of_sequence_ids(loaded: LoadedTarget) -> frozenset[int]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dflash.core.draws import uniforms
+from dflash.core.processing import Counts, Penalties, check_bias, has_penalties, require_finite
 from dflash.core.tree import walk
-from dflash.errors import ConfigError, ModelError
 from dflash.types import Acceptance, Proposal, SamplingParams, Verdict
 
 _WITHOUT_FLOAT64 = frozenset({"mps"})
@@ -50,7 +50,7 @@ class TorchAcceptor:
         self._position = len(prompt_ids)
         """Sequence position of the next token to be decided."""
         self._bias = _Bias(params, vocab_size, device) if params.logit_bias else None
-        self._penalties = _Penalties(params, prompt_ids, device) if _has_penalties(params) else None
+        self._penalties = Penalties(params, prompt_ids) if has_penalties(params) else None
 
     def accept(self, proposal: Proposal, verdict: Verdict) -> Acceptance:
         """`verdict.logits`: [rows, V], the anchor's and one per draft token, any float dtype. Raises ModelError if the
@@ -88,31 +88,23 @@ class TorchAcceptor:
             return [_greedy_row(processed)]
         return _greedy(processed)
 
-    def _process(self, logits: Tensor, counts: _Counts | None, rows: slice) -> Tensor:
+    def _process(self, logits: Tensor, counts: Counts | None, rows: slice) -> Tensor:
         """Bias and penalties; float32 unless there is nothing to do. `logits` [R, V] are rows `rows`."""
         if self._bias is None and counts is None:
             return logits
         result = logits.to(torch.float32, copy=True)
         if self._bias is not None:
             self._bias.apply(result)
-        if counts is not None and self._penalties is not None:
-            self._penalties.apply(result, counts, rows)
+        if counts is not None:
+            _apply_penalties(result, self._params, counts, rows)
         return result
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
 class _Bias:
     """The request's logit bias as two vectors."""
 
     def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
-        for token, bias in params.logit_bias.items():
-            if not 0 <= token < vocab_size:
-                raise ConfigError(f"logit_bias names token {token}, but the vocabulary has ids 0 to {vocab_size - 1}.")
-            if math.isnan(bias) or bias == math.inf:
-                raise ConfigError(f"logit_bias of token {token} must be a number or -inf (ban), not {bias}.")
+        check_bias(params, vocab_size)
         self._ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)  # [N]
         self._values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)  # [N]
 
@@ -121,79 +113,24 @@ class _Bias:
         logits[:, self._ids] += self._values
 
 
-class _Counts:
-    """The tokens that penalties touch in one round, a column each, with one row per verified row."""
-
-    def __init__(self, ids: np.ndarray, counts: np.ndarray, seen: np.ndarray) -> None:
-        self.ids = ids  # [U] int64
-        self.counts = counts  # [R, U] float32: occurrences in output + draft tokens before the row
-        self.seen = seen  # [R, U] bool: occurs in prompt, output or draft tokens before the row
-
-
-class _Penalties:
-    """Repetition, presence and frequency penalties along the hypothetical prefix.
-
-    Keeps a column per distinct token (prompt tokens only if the repetition penalty needs them), so that a
-    round costs in proportion to the tokens seen, not to the vocabulary.
-    """
-
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], device: torch.device) -> None:
-        self._params = params
-        self._device = device
-        self._column: dict[int, int] = {}
-        self._ids = np.empty(0, np.int64)  # [U]
-        self._counts = np.empty(0, np.float32)  # [U], occurrences in the output
-        if params.repetition_penalty != 1:
-            self._add_columns(prompt_ids)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append to the output."""
-        self._add_columns(tokens)
-        for token in tokens:
-            self._counts[self._column[token]] += 1
-
-    def counts(self, proposal: Proposal) -> _Counts:
-        """The table for all rows; each has seen the draft tokens from the anchor down to its own."""
-        tokens = proposal.tokens
-        fresh = [token for token in dict.fromkeys(tokens) if token not in self._column]
-        num_known = len(self._ids)
-        column = self._column | {token: num_known + index for index, token in enumerate(fresh)}
-        counts = np.zeros((len(tokens) + 1, num_known + len(fresh)), np.float32)
-        counts[0, :num_known] = self._counts
-        seen = np.zeros(counts.shape, np.bool_)
-        seen[0, :num_known] = True
-        for index, token in enumerate(tokens):
-            parent = index if proposal.parents is None else proposal.parents[index]
-            counts[index + 1], seen[index + 1] = counts[parent], seen[parent]
-            counts[index + 1, column[token]] += 1
-            seen[index + 1, column[token]] = True
-        return _Counts(np.concatenate([self._ids, np.array(fresh, np.int64)]), counts, seen)
-
-    def apply(self, logits: Tensor, table: _Counts, rows: slice) -> None:
-        """In place on float32 [R, V], the rows `rows` of the table."""
-        ids = torch.from_numpy(table.ids).to(self._device)
-        counts = torch.from_numpy(table.counts[rows]).to(self._device)
-        values = logits[:, ids]
-        if self._params.repetition_penalty != 1:
-            seen = torch.from_numpy(table.seen[rows]).to(self._device)
-            penalty = self._params.repetition_penalty
-            values = torch.where(seen, torch.where(values > 0, values / penalty, values * penalty), values)
-        values = values - self._params.presence_penalty * (counts > 0)
-        logits[:, ids] = values - self._params.frequency_penalty * counts
-
-    def _add_columns(self, tokens: Sequence[int]) -> None:
-        fresh = [token for token in dict.fromkeys(tokens) if token not in self._column]
-        for token in fresh:
-            self._column[token] = len(self._column)
-        self._ids = np.concatenate([self._ids, np.array(fresh, np.int64)])
-        self._counts = np.concatenate([self._counts, np.zeros(len(fresh), np.float32)])
+def _apply_penalties(logits: Tensor, params: SamplingParams, table: Counts, rows: slice) -> None:
+    """In place on float32 [R, V], the rows `rows` of the table."""
+    ids = torch.from_numpy(table.ids).to(logits.device)
+    counts = torch.from_numpy(table.counts[rows]).to(logits.device)
+    values = logits[:, ids]
+    if params.repetition_penalty != 1:
+        seen = torch.from_numpy(table.seen[rows]).to(logits.device)
+        penalty = params.repetition_penalty
+        values = torch.where(seen, torch.where(values > 0, values / penalty, values * penalty), values)
+    values = values - params.presence_penalty * (counts > 0)
+    logits[:, ids] = values - params.frequency_penalty * counts
 
 
 def _greedy_row(logits: Tensor) -> int:
     """The arg max of [1, V] on the CPU; the first one of equals."""
     row = logits[0].to(torch.float32).numpy()  # NumPy has no bf16; widening keeps order and ties
     token = int(row.argmax())
-    _require_finite((float(row[token]),))
+    require_finite((float(row[token]),))
     return token
 
 
@@ -201,7 +138,7 @@ def _greedy(logits: Tensor) -> list[int]:
     """The arg max of each row of [R, V]; the first one of equals."""
     top = logits.max(dim=-1)
     values, tokens = torch.stack((top.values.double(), top.indices.double())).tolist()  # one transfer
-    _require_finite(values)
+    require_finite(values)
     return [int(token) for token in tokens]
 
 
@@ -241,13 +178,5 @@ def _draw(weights: Tensor, draws: np.ndarray) -> list[int]:
     aim = torch.minimum(aim, torch.nextafter(total, torch.zeros_like(total)))
     found = torch.searchsorted(cumulative, aim, right=True)
     totals, tokens = torch.stack((total.squeeze(-1), found.squeeze(-1).double())).tolist()  # one transfer
-    _require_finite(totals)
+    require_finite(totals)
     return [int(token) for token in tokens]
-
-
-def _require_finite(values: Sequence[float]) -> None:
-    if not all(map(math.isfinite, values)):
-        raise ModelError(
-            "The target's logits are not finite. If the model runs in float16, load it with dtype float32 or bfloat16; "
-            "if logit_bias bans tokens, it must leave at least one."
-        )

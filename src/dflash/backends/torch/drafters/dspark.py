@@ -5,6 +5,8 @@ Picks are arg maxes, so q is a point mass. The confidence head's product over th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,7 +66,7 @@ class DSparkSession(BlockSession):
         return found.as_table(tokens_K)
 
     @torch.inference_mode()
-    def confidences(self, anchor: int, tokens: tuple[int, ...]) -> tuple[float, ...]:
+    def confidences(self, anchor: int, tokens: Sequence[int]) -> tuple[float, ...]:
         """Probability, for each proposed token, of being accepted if all before it are; () without a confidence head.
 
         They depend on a slot's own token no more than acceptance does: slot k reads tokens before k only.
@@ -75,7 +77,7 @@ class DSparkSession(BlockSession):
         hidden_TH = self._hidden(anchor)[: len(tokens)]
         return tuple(self._confidence_logits(hidden_TH, anchor, tokens).sigmoid().tolist())
 
-    def _confidence_logits(self, hidden_TH: Tensor, anchor: int, tokens: tuple[int, ...]) -> Tensor:
+    def _confidence_logits(self, hidden_TH: Tensor, anchor: int, tokens: Sequence[int]) -> Tensor:
         network = self._shared.network
         assert network.confidence_head is not None
         before = torch.tensor((anchor, *tokens[:-1]), device=hidden_TH.device)

@@ -1,4 +1,5 @@
-"""The engine over a tiny pair on disk: lossless whatever the draft says, and no request leaves a trace.
+"""The suite that every backend passes: a tiny pair on disk, lossless whatever the draft says, rolled back exactly, and
+no request leaves a trace.
 
 The target is a random float32 Llama, so a wrongly kept or dropped row, a shifted position or a leaked state changes
 its greedy text within a few tokens: equal ids over hundreds of tokens cannot come about by chance.
@@ -7,23 +8,26 @@ its greedy text within a few tokens: equal ids over hundreds of tokens cannot co
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dflash import SamplingParams, Stats
-from dflash.backends.torch.engine import TorchEngine as Engine
 from dflash.cache import file_sha256
-from dflash.core.engine import StreamEvent
-from dflash.errors import ConfigError, PromptError
+from dflash.core.engine import Engine, StreamEvent
 from dflash.types import Drafting, Proposal, Result
 from tests.backends import tiny_pair
-from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, open_engine
+from tests.backends.pairs import BACKENDS, GREEDY, PROMPTS, SAMPLED, OpenEngine
 from tests.backends.tiny_pair import END, save_target
+
+
+@pytest.fixture(scope="module")
+def engine(open_engine: OpenEngine, target_folder: Path, draft_folder: Path) -> Engine:
+    return open_engine(target_folder, draft_folder)
 
 
 class ScriptedDrafter:
@@ -52,7 +56,12 @@ class ScriptedDrafter:
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_random_and_trained_drafts_change_nothing(
-    prompt: str, params: SamplingParams, target_folder: Path, draft_folder: Path, trained_folder: Path
+    open_engine: OpenEngine,
+    prompt: str,
+    params: SamplingParams,
+    target_folder: Path,
+    draft_folder: Path,
+    trained_folder: Path,
 ) -> None:
     """The promise itself: same ids and text with a useless and with a good draft, greedy and at a temperature."""
     accepted = {}
@@ -77,7 +86,7 @@ def test_adversarial_draft_changes_nothing(seed: int, exact: bool, engine: Engin
     prompt_ids = engine.tokenize("abc")
     plain = engine.generate(prompt_ids=prompt_ids, params=params, use_draft=False, exact=False)
     truth = [*prompt_ids, *plain.token_ids]
-    fake = Engine(
+    fake = type(engine)(
         target=engine.target,
         drafter=ScriptedDrafter(truth, seed),
         tokenizer=engine.tokenizer,
@@ -100,7 +109,7 @@ def test_adversarial_draft_changes_nothing(seed: int, exact: bool, engine: Engin
     ],
 )
 def test_same_text_at_any_width(
-    width: int | None, extra: dict[str, Any], target_folder: Path, trained_folder: Path
+    open_engine: OpenEngine, width: int | None, extra: dict[str, Any], target_folder: Path, trained_folder: Path
 ) -> None:
     """Draws are keyed by position and penalties see the hypothetical prefix: how much was proposed must not show."""
     params = SamplingParams(max_new_tokens=40, ignore_eos=True, **extra)
@@ -124,7 +133,9 @@ def test_seed_matters(engine: Engine) -> None:
     assert len(texts) == 4
 
 
-def test_bf16_is_exact_where_the_probe_says_so(target_folder: Path, trained_folder: Path) -> None:
+def test_bf16_is_exact_where_the_probe_says_so(
+    open_engine: OpenEngine, target_folder: Path, trained_folder: Path
+) -> None:
     """In bf16 near-ties are frequent; only forwards of the same width class give the same text (docs/exactness.md)."""
     pair = open_engine(target_folder, trained_folder, dtype="bfloat16")
     assert pair.info.dtype == "bfloat16"
@@ -133,6 +144,37 @@ def test_bf16_is_exact_where_the_probe_says_so(target_folder: Path, trained_fold
         pytest.skip(f"not possible on this device: {pair.info.exactness.reason}")
     for prompt in PROMPTS:
         assert pair.generate(prompt, GREEDY).token_ids == pair.generate(prompt, GREEDY, use_draft=False).token_ids
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_rollback_oracle(exact: bool, engine: Engine) -> None:
+    """Prefill, verify, keep k rows, one more step: every k gives what a session gives that was only ever fed these."""
+    target = engine.target
+    prompt, block, following = ([(7 * i + seed) % 250 for i in range(n)] for seed, n in ((1, 11), (3, 6), (5, 3)))
+    for kept in range(len(block) + 1):
+        session, fresh = target.session(exact=exact), target.session(exact=exact)
+        session.prefill(prompt)
+        session.verify(block[0], Proposal(tuple(block[1:])))
+        session.commit(range(kept))
+        fresh.prefill([*prompt, *block[:kept]])
+        ours, expected = (one.verify(following[0], Proposal(tuple(following[1:]))) for one in (session, fresh))
+        for mine, theirs in ((ours.logits, expected.logits), (ours.features, expected.features)):
+            np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-4, atol=1e-4)
+        session.close()
+        fresh.close()
+
+
+def test_backends_say_the_same(target_folder: Path, trained_folder: Path) -> None:
+    """The same files give the same tokens in the same rounds, whichever library computes them."""
+    pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
+    pairs = [open_engine(target_folder, trained_folder) for open_engine in BACKENDS.values()]
+    for prompt in PROMPTS:
+        for params in (GREEDY, SAMPLED):
+            first, second = (pair.generate(prompt, params) for pair in pairs)
+            assert first.token_ids == second.token_ids
+            assert first.stats.acceptance_lengths == second.stats.acceptance_lengths
+    for pair in pairs:
+        pair.close()
 
 
 # Requests leave no trace
@@ -178,7 +220,9 @@ def test_interleaved_requests(engine: Engine) -> None:
     assert together == alone
 
 
-def test_two_engines_in_one_process(engine: Engine, draft_folder: Path, tmp_path: Path) -> None:
+def test_two_engines_in_one_process(
+    open_engine: OpenEngine, engine: Engine, draft_folder: Path, tmp_path: Path
+) -> None:
     """Globals or class patches would mix two targets, or break the first when the second is closed."""
     alone = engine.generate(PROMPTS[0], GREEDY).token_ids
     other = open_engine(save_target(tmp_path, seed=7), draft_folder)
@@ -219,7 +263,7 @@ def test_stops(engine: Engine) -> None:
     free = engine.generate("q", GREEDY)
     token = free.token_ids[20]
     first = free.token_ids.index(token)
-    with_eos = Engine(
+    with_eos = type(engine)(
         target=engine.target,
         drafter=engine.drafter,
         tokenizer=engine.tokenizer,
@@ -241,13 +285,13 @@ def test_stops(engine: Engine) -> None:
         assert result.stats.finish_reason == "stop"
 
 
-def test_end_ids_come_from_the_generation_config(tmp_path: Path) -> None:
+def test_end_ids_come_from_the_generation_config(open_engine: OpenEngine, tmp_path: Path) -> None:
     """Real targets have lists of end ids; all count."""
     engine = open_engine(save_target(tmp_path, eos_token_id=[END, 7, 9]), None)
     assert engine.eos_ids == {END, 7, 9}
 
 
-def test_context_end(target_folder: Path, draft_folder: Path) -> None:
+def test_context_end(open_engine: OpenEngine, target_folder: Path, draft_folder: Path) -> None:
     """The context fills inside a block: the last token is emitted, the next forward would be out of range."""
     pair = open_engine(target_folder, draft_folder)
     ids = [3] * (tiny_pair.CONTEXT - 11)
@@ -277,51 +321,10 @@ def test_info(engine: Engine, draft_folder: Path) -> None:
     """Records must say what ran."""
     info = engine.info
     assert info.draft_sha256 == file_sha256(draft_folder / "model.safetensors")
-    assert (info.block_size, info.dtype, info.device, info.num_threads) == (8, "float32", "cpu", 1)
+    machine = ("mlx cpu", None) if info.device.startswith("mlx") else ("cpu", 1)
+    assert (info.block_size, info.dtype, info.device, info.num_threads) == (8, "float32", *machine)
     assert info.exactness is not None
     assert torch.get_num_threads() == 1
-
-
-def test_not_exact_on_request(target_folder: Path, draft_folder: Path) -> None:
-    """exact=False skips the probe and cannot be asked for exactness later: every option has an effect or raises."""
-    pair = open_engine(target_folder, draft_folder, exact=False)
-    assert pair.info.exactness is None
-    assert not pair.info.exact
-    assert len(pair.generate("hi", GREEDY).token_ids) == 60
-    with pytest.raises(ConfigError, match="exact=True"):
-        pair.stream("hi", exact=True)
-    pair.close()
-
-
-def test_steps_are_reported(target_folder: Path, draft_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Loading tells the callback what it does and draws nothing itself."""
-    seen: list[str] = []
-    open_engine(target_folder, draft_folder, progress=lambda what, share: seen.append(what)).close()
-    steps = list(dict.fromkeys(seen))
-    named = [re.sub(r" /.*", "", step) for step in steps]
-    # What can be refused comes first; the probe, which takes longest, last.
-    names = ["loading", "loading draft", "packing weights", "timing plain steps", "checking bit-exactness"]
-    assert named == [*names, "measuring costs"]
-    assert capfd.readouterr().err == ""
-
-
-def test_prompt_errors_come_at_once(engine: Engine) -> None:
-    """Before the first round is asked for, so that a server can answer with an error instead of a broken stream."""
-    bad: tuple[dict[str, Any], ...] = (
-        {},
-        {"prompt": "a", "prompt_ids": [1]},
-        {"prompt_ids": []},
-        {"prompt": "", "raw": True},
-        {"prompt_ids": [-1]},
-        {"prompt_ids": [tiny_pair.VOCAB]},
-        {"prompt": []},
-        {"prompt": [{"role": "user"}]},
-        {"prompt": [{"role": "user", "content": "x"}], "raw": True},
-        {"prompt": [{"role": "wizard", "content": "x"}]},
-    )
-    for arguments in bad:
-        with pytest.raises(PromptError):
-            engine.stream(**arguments)
 
 
 def test_stats_are_shared_by_events(engine: Engine) -> None:

@@ -1,0 +1,135 @@
+"""The states of all layers of one session, and the table of kinds that can be rolled back (`states/`).
+
+Knows which of mlx-lm's caches each kind stands for; does not know models, masks or when to verify. A new kind is a file
+in `states/`, a row in `KINDS` and a row in the rollback oracle of the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import mlx.core as mx
+
+from dflash.backends.mlx.states.base import LayerState, Span
+from dflash.backends.mlx.states.hybrid import HybridState
+from dflash.backends.mlx.states.keyvalue import KeyValueState, QuantizedKeyValueState
+from dflash.backends.mlx.states.recurrent import RecurrentState
+from dflash.errors import UnsupportedModel
+
+QUANTISED_GROUP = 64
+"""Values that share a scale in quantised keys and values, as in mlx-lm."""
+
+
+def _full(span: Span, native: Any, kv_bits: int | None) -> LayerState:
+    return KeyValueState(span) if kv_bits is None else QuantizedKeyValueState(span, kv_bits, QUANTISED_GROUP)
+
+
+def _window(span: Span, native: Any, kv_bits: int | None) -> LayerState:
+    return KeyValueState(span, window=native.max_size)
+
+
+def _recurrent(span: Span, native: Any, kv_bits: int | None) -> LayerState:
+    return RecurrentState(span, len(native.cache))
+
+
+def _hybrid(span: Span, native: Any, kv_bits: int | None) -> LayerState:
+    return HybridState(span, [_state(span, part, kv_bits) for part in native.caches])
+
+
+KINDS: Mapping[str, Callable[[Span, Any, int | None], LayerState]] = MappingProxyType(
+    {"KVCache": _full, "RotatingKVCache": _window, "ArraysCache": _recurrent, "CacheList": _hybrid}
+)
+"""mlx-lm's class of a layer's cache -> (span, that cache, bits of keys and values) -> ours. What is not listed cannot
+be decoded losslessly yet."""
+
+
+def _state(span: Span, native: Any, kv_bits: int | None) -> LayerState:
+    return KINDS[type(native).__name__](span, native, kv_bits)
+
+
+class SessionCache:
+    """All layers' states; `layers` is what mlx-lm's models take as their cache."""
+
+    def __init__(self, natives: Sequence[Any], kv_bits: int | None = None) -> None:
+        """
+        Args:
+            natives: the caches that mlx-lm would use for this model, checked by `check_states`.
+            kv_bits: quantise keys and values of the whole context to so many bits; windows stay as they are.
+        """
+        self.span = Span()
+        self.layers = [_state(self.span, native, kv_bits) for native in natives]
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens."""
+        return self.span.start
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether every state can keep a part of a forward."""
+        return all(layer.keeps_prefixes for layer in self.layers)
+
+    def begin(self, num_rows: int, *, buckets: bool) -> None:
+        """Prepare a forward of `num_rows` rows behind the committed ones; what the last one fed and nobody committed is
+        forgotten. `buckets`: attention gets whole buckets of keys, the unused ones masked."""
+        if self.span.num_rows:
+            self.commit(0)
+        self.span.num_rows, self.span.in_buckets = num_rows, buckets
+        for layer in self.layers:
+            layer.begin()
+
+    def commit(self, num_rows: int, refeed: Callable[[int], None] | None = None) -> None:
+        """Keep the first `num_rows` rows of the last forward and forget the rest; once per forward.
+
+        Where a state cannot keep a part of them, the rows are fed again: by the layer's recorded call, or, where that
+        is not possible, by `refeed`, which feeds so many rows to the whole model and is then committed as a whole.
+        """
+        fed = self.span.num_rows
+        assert 0 <= num_rows <= fed, (num_rows, self.span)
+        for layer in self.layers:
+            layer.commit(num_rows)
+        if 0 < num_rows < fed and not self._replay(num_rows):
+            assert refeed is not None, "this state cannot keep a part of a forward by itself"
+            for layer in self.layers:
+                layer.commit(0)  # also those that were fed again by themselves
+            self.span.num_rows = 0
+            refeed(num_rows)
+        self.span.start += num_rows
+        self.span.num_rows = 0
+
+    def _replay(self, num_rows: int) -> bool:
+        """Whether every state now holds the kept rows, fed again where need be."""
+        lossy = [layer for layer in self.layers if not layer.keeps_prefixes]
+        return all(isinstance(layer, RecurrentState) and layer.replay(num_rows) for layer in lossy)
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that later forwards read."""
+        return [one for layer in self.layers for one in layer.arrays()]
+
+    def return_at_least(self, num_keys: int) -> None:
+        """From now on return at least `num_keys` keys where whole buckets are returned (the probe's test)."""
+        self.span.least_keys = num_keys
+
+    def free(self) -> None:
+        """Give the memory of all layers back and forget all tokens."""
+        for layer in self.layers:
+            layer.free()
+        self.span.start = self.span.num_rows = self.span.least_keys = 0
+
+
+def check_states(natives: Sequence[Any], model_name: str) -> None:
+    """Refuse a model with a layer state that cannot be rolled back exactly.
+
+    Raises:
+        UnsupportedModel: names the first such layer and the class of its state.
+    """
+    for layer, native in enumerate(natives):
+        for part in getattr(native, "caches", (native,)):
+            name = type(part).__name__
+            if name not in KINDS or getattr(part, "keep", None):
+                raise UnsupportedModel(
+                    f"layer {layer} of {model_name} keeps its state in a {name}, which this version cannot roll back "
+                    f"losslessly on MLX; use a target whose layers keep one of {', '.join(KINDS)}, or --backend torch."
+                )
