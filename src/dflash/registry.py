@@ -118,6 +118,7 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
 BENCH_BACKENDS: Mapping[str, str] = MappingProxyType(
     {
         "torch": "dflash.bench.backends.torch:open_backend",
+        "mlx": "dflash.bench.backends.mlx:open_backend",
         "openai": "dflash.bench.backends.openai:open_backend",
         "vllm": "dflash.bench.backends.vllm:open_backend",
         "sglang": "dflash.bench.backends.sglang:open_backend",
