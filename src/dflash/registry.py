@@ -94,6 +94,7 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
         "dflash": "dflash.backends.torch.drafters.dflash:DFlashDrafter",
         "dflash2": "dflash.backends.torch.drafters.dflash2:DFlash2Drafter",
         "dspark": "dflash.backends.torch.drafters.dspark:DSparkDrafter",
+        "autoregressive": "dflash.backends.torch.drafters.autoregressive:AutoregressiveDrafter",
     }
 )
 """Kind of draft -> "module:attribute" of its drafter, imported on use."""

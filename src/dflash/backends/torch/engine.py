@@ -6,10 +6,11 @@ Requests are `core/engine.py`, decoding is `core/loop.py`, the models' files are
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dflash.backends.torch.calibration import load_costs
 from dflash.backends.torch.clock import synchronised_clock
 from dflash.backends.torch.draft_loading import load_described
-from dflash.backends.torch.draft_model import DraftModel
+from dflash.backends.torch.drafters import autoregressive
 from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.loading import (
     LoadedTarget,
@@ -42,6 +43,7 @@ from dflash.core.draft_reader import DraftDescription, read_draft
 from dflash.core.drafting import SharedDrafter
 from dflash.core.engine import Engine, EngineInfo
 from dflash.core.exactness import WidthClass
+from dflash.core.language_model import check_same_tokens, folder_is_language_model
 from dflash.core.loop import Clock
 from dflash.core.pair import check_width
 from dflash.core.pair_checks import TargetTokens, raw_config, token_findings, warn
@@ -51,6 +53,9 @@ from dflash.resolve import AUTO, Progress, Source, log_steps, resolve_draft, res
 from dflash.types import Drafting, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+MakeDrafter = Callable[[TorchTarget], SharedDrafter]
+"""From the target's weights side to that of a drafter for it."""
 
 _PROBED_WIDTH = 16
 """Rows of the widest forward that the load-time probe covers; a wider block is probed at its own width."""
@@ -76,7 +81,7 @@ def load(
     Args:
         target: hub id, local folder, GGUF file or built-in name.
         draft: the same; "auto" = the draft shipped for this target, "ngram" = copies of earlier text only, without a
-            model, None = plain decoding only.
+            model, None = plain decoding only. A language model with the target's tokenizer drafts, too.
         dtype: "float32", "bfloat16" or "float16"; None = bfloat16 where the device computes in it, else float32.
         device: "cpu", "cuda", "cuda:1" ...; None = a CUDA device if there is one.
         num_threads: CPU threads of PyTorch, process-wide; None = the physical cores this process may use, but not
@@ -102,11 +107,12 @@ def load(
     if draft_name is not None and model_free is None:
         draft_source = resolve_draft(draft_name, target_source, progress=report)
     # The draft's description is read first: a wrong one should not cost the loading of the target.
-    description = None if draft_source is None else read_draft(draft_source.path)
+    is_model = draft_source is not None and folder_is_language_model(draft_source.path)
+    description = None if draft_source is None or is_model else read_draft(draft_source.path)
     config = None if description is None else description.config
     if draft_source is not None and config is not None:
         _report_changes(draft_source, config)
-    num_rows = 1 + config.max_proposal if config else 1
+    num_rows = 1 + (config.max_proposal if config else autoregressive.CHAIN if is_model else 0)
     chosen = _drafting(drafting, width, None if draft is None else num_rows, has_model=model_free is None)
     loaded = load_target(
         target_source,
@@ -115,22 +121,19 @@ def load(
         trust_remote_code=trust_remote_code,
         progress=report,
     )
-    if draft_source is not None and config is not None:
-        check_pair(config, loaded.model, draft_name=draft_source.name, target_name=target_source.name)
-        tokens = TargetTokens.of_tokenizer(loaded.tokenizer, end_of_sequence_ids(loaded))
-        warn(token_findings(config.mask_token_id, raw_config(draft_source.path), tokens))
     # Likewise the draft's weights before the probe.
-    network = None
+    make_drafter = None
     if draft_source is not None and description is not None:
-        network = _load_network(draft_source, description, loaded.model, report)
-    shared, exactness = _shared_target(loaded.model, config, num_rows, exact=exact, report=report)
-    drafter: SharedDrafter | None = None
-    if network is not None:
-        drafter = load_attribute(DRAFTERS[network.config.kind])(network, shared)
+        make_drafter = _load_draft(draft_source, description, loaded, target_source.name, report)
+    elif draft_source is not None:
+        make_drafter = _load_draft_model(draft_source, loaded, target_source.name, report)
     elif model_free is not None:
-        drafter = load_attribute(model_free)()
+        make_drafter = _copies(model_free)
+    shared, exactness = _shared_target(loaded.model, config, num_rows, exact=exact, report=report)
+    drafter = None if make_drafter is None else make_drafter(shared)
     info = _info(target_source, draft_source, description, shared, exactness, chosen.width)
     info = info if model_free is None else dataclasses.replace(info, draft=draft_name)
+    info = dataclasses.replace(info, block_size=num_rows) if is_model else info
     return _engine(loaded, shared, drafter, info, chosen, num_rows=num_rows, report=report)
 
 
@@ -232,13 +235,34 @@ def _probe(model: Any, num_rows: int, report: Progress) -> WidthClass:
     return found
 
 
-def _load_network(
-    source: Source, description: DraftDescription, model: PreTrainedModel, report: Progress
-) -> DraftModel:
+def _load_draft(
+    source: Source, description: DraftDescription, target: LoadedTarget, target_name: str, report: Progress
+) -> MakeDrafter:
+    """Check a draft against its target and load its weights."""
+    config, model = description.config, target.model
+    check_pair(config, model, draft_name=source.name, target_name=target_name)
+    tokens = TargetTokens.of_tokenizer(target.tokenizer, end_of_sequence_ids(target))
+    warn(token_findings(config.mask_token_id, raw_config(source.path), tokens))
     report(f"loading draft {source.name}", None)
     # float16 overflows in the feature fusion of real targets; the drafter casts at its border.
     dtype = torch.float32 if model.dtype == torch.float16 else model.dtype
-    return load_described(description, model.device, dtype, name=source.name)
+    network = load_described(description, model.device, dtype, name=source.name)
+    return functools.partial(load_attribute(DRAFTERS[config.kind]), network)
+
+
+def _load_draft_model(source: Source, target: LoadedTarget, target_name: str, report: Progress) -> MakeDrafter:
+    """A language model that drafts. Raises PairError unless its tokens are the target's."""
+    dtype, device = target.model.dtype, target.model.device
+    loaded = load_target(source, dtype=dtype, device=device, progress=report, role="draft")
+    check_same_tokens(
+        loaded.tokenizer.get_vocab(), target.tokenizer.get_vocab(), draft_name=source.name, target_name=target_name
+    )
+    return functools.partial(load_attribute(DRAFTERS["autoregressive"]), TorchTarget(loaded.model))
+
+
+def _copies(reference: str) -> MakeDrafter:
+    """A drafter that needs no model, nor the target."""
+    return lambda _target: load_attribute(reference)()
 
 
 def _info(
@@ -254,7 +278,7 @@ def _info(
         target_revision=target.revision,
         draft=draft.name if draft else None,
         draft_revision=draft.revision if draft else None,
-        draft_sha256=_weights_sha256(description) if description else None,
+        draft_sha256=None if draft is None else _weights_sha256(draft, description),
         block_size=description.config.block_size if description else None,
         width=width,
         dtype=str(shared.dtype).removeprefix("torch."),
@@ -265,7 +289,11 @@ def _info(
     )
 
 
-def _weights_sha256(description: DraftDescription) -> str:
+def _weights_sha256(source: Source, description: DraftDescription | None) -> str:
     """Of the weights file; of the files' hashes in order where there are several."""
-    hashes = [file_sha256(file) for file in sorted({tensor.file for tensor in description.tensors.values()})]
+    if description is None:
+        files = sorted(source.path.glob("*.safetensors"))
+    else:
+        files = sorted({tensor.file for tensor in description.tensors.values()})
+    hashes = [file_sha256(file) for file in files]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()

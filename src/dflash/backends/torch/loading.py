@@ -150,8 +150,11 @@ def load_target(
     device: torch.device,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    role: str = "target",
 ) -> LoadedTarget:
     """Load a target's weights and tokenizer (a GGUF file by way of its converted copy).
+
+    `role` is for messages: what the model is to the user.
 
     Raises CheckpointError for damaged or incomplete weights, UnsupportedModel for what is no causal language
     model, ModelError for what cannot be read, ConfigError for what does not fit into memory.
@@ -160,8 +163,12 @@ def load_target(
     check_weight_files(folder)
     if progress is not None:
         progress(f"loading {source.name}", None)
-    what, cpu = f"target '{source.name}'", torch.device("cpu")
-    with fits_memory(what, dtype, cpu), _loading_errors(source, folder), _bars_to(progress, f"loading {source.name}"):
+    what, cpu = f"{role} '{source.name}'", torch.device("cpu")
+    with (
+        fits_memory(what, dtype, cpu),
+        _loading_errors(source, folder, role),
+        _bars_to(progress, f"loading {source.name}"),
+    ):
         options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         config = AutoConfig.from_pretrained(folder, **options)
         # Quantised weights cannot be moved any more, so they are put where they belong at once.
@@ -232,7 +239,7 @@ def end_of_sequence_ids(loaded: LoadedTarget) -> frozenset[int]:
 
 
 @contextmanager
-def _loading_errors(source: Source, folder: Path) -> Iterator[None]:
+def _loading_errors(source: Source, folder: Path, role: str) -> Iterator[None]:
     """Turn what Transformers, safetensors and tokenizers raise into errors that name the cure."""
     again = "download it again" if not source.is_gguf else f"delete {folder} to have it converted again"
     try:
@@ -242,20 +249,24 @@ def _loading_errors(source: Source, folder: Path) -> Iterator[None]:
             f"the weights of '{source.name}' in {folder} are damaged ({_first_line(error)}); {again}."
         ) from error
     except ImportError as error:
-        raise MissingExtra(f"target '{source.name}' needs a further package: {_first_line(error)}") from error
+        raise MissingExtra(f"{role} '{source.name}' needs a further package: {_first_line(error)}") from error
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         if _is_out_of_memory(error):
             raise
         text = str(error)
         if "trust_remote_code" in text:
             raise ModelError(
-                f"target '{source.name}' brings its own Python code. Nothing of it was run; if you have read it and "
-                "trust it, pass trust_remote_code=True (--trust-remote-code)."
+                f"{role} '{source.name}' brings its own Python code. Nothing of it was run; "
+                + (
+                    "if you have read it and trust it, pass trust_remote_code=True (--trust-remote-code)."
+                    if role == "target"
+                    else "use a draft without code of its own."
+                )
             ) from error
         if "Unrecognized configuration class" in text or "does not recognize this architecture" in text:
             raise UnsupportedModel(
-                f"target '{source.name}' is no causal language model that the installed Transformers knows "
-                f"({_first_line(error)}); upgrade Transformers, or choose another target."
+                f"{role} '{source.name}' is no causal language model that the installed Transformers knows "
+                f"({_first_line(error)}); upgrade Transformers, or choose another one."
             ) from error
         if "size mismatch" in text or "mismatched" in text:
             raise CheckpointError(
@@ -263,7 +274,7 @@ def _loading_errors(source: Source, folder: Path) -> Iterator[None]:
                 f"({_first_line(error)}); {again}."
             ) from error
         raise ModelError(
-            f"target '{source.name}' in {folder} cannot be read ({type(error).__name__}: {_first_line(error)}); "
+            f"{role} '{source.name}' in {folder} cannot be read ({type(error).__name__}: {_first_line(error)}); "
             "check that it holds config.json, safetensors weights and a tokenizer."
         ) from error
 

@@ -53,6 +53,17 @@ class SessionCache(Cache):
         """Whether all layers can hold branches."""
         return all(layer.supports_trees for layer in self.layers)
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether all layers can take committed rows back (`rewind`)."""
+        return all(layer.rewinds for layer in self.layers)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Go back to the first `num_tokens` committed tokens, as if no other had been fed."""
+        assert self.rewinds
+        assert num_tokens <= self.span.start
+        self.span.start, self.span.num_rows = num_tokens, 0
+
     def reserve(self, num_keys: int) -> None:
         """Make room for `num_keys` keys in all, rounded up to whole buckets. Never shrinks."""
         span = self.span

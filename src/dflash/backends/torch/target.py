@@ -197,6 +197,16 @@ class TorchTargetSession:
         """Whether every layer state can hold branches."""
         return self._cache.supports_trees
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether every layer state can take committed tokens back (`rewind`)."""
+        return self._cache.rewinds
+
+    def rewind(self, num_tokens: int) -> None:
+        """Take all but the first `num_tokens` committed tokens back; only where `rewinds` says so."""
+        self._cache.rewind(num_tokens)
+        self._fed, self._record = [], None
+
     def return_at_least(self, num_keys: int, lead: int = 0) -> None:
         """Let exact forwards attend over at least `num_keys` keys, as they will late in a long text, and layers with a
         window over `lead` more in front; the latter before the first token is fed (the probe)."""

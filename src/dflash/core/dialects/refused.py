@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dflash.core.dialects.base import NESTED, Checkpoint, Dialect, Lookup
 from dflash.core.draft_config import DraftConfig
+from dflash.core.language_model import is_language_model
 from dflash.errors import UnsupportedModel
 
 
 def reason(found: Checkpoint) -> str | None:
     """Why a checkpoint is not run; None for one that no sign here speaks against."""
+    if is_language_model(found.raw):
+        return (
+            "a language model of its own, which drafts where text is generated (`dflash generate`, `chat`, `bench`, "
+            "`calibrate`) and has nothing of a draft that could be checked, converted or served"
+        )
     nested = found.level(NESTED)
     projector = nested.get("projector_type") or found.raw.get("projector_type")
     if found.raw.get("dspine_config") or any(name.startswith("injection.") for name in found.shapes or ()):

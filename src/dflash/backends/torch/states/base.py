@@ -54,6 +54,8 @@ class LayerState(ABC):
     """Whether rows of one forward may belong to different branches: `commit` then takes paths that are no prefix."""
     keeps_prefixes = True
     """Whether `commit` can keep a part of the fed rows; if not, all or none, and the kept rows are fed again."""
+    rewinds = False
+    """Whether committed rows can be taken back by moving the shared length alone."""
 
     mask_has_fed_rows = False
     """Whether the layer combines the mask with something of exactly the fed rows: the mask can have no surplus rows."""

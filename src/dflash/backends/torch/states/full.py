@@ -20,6 +20,7 @@ class FullKeyValueState(LayerState, CacheLayerMixin):
     """
 
     supports_trees = True
+    rewinds = True
     is_sliding = False
     is_croppable = False  # never cropped by the library: `commit` is the only way
 

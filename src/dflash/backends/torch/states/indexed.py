@@ -16,6 +16,7 @@ class IndexedState(FullKeyValueState):
     """As `FullKeyValueState`, with indexer keys beside them: [B, capacity, index_head_dim]."""
 
     mask_has_fed_rows = True
+    rewinds = False  # rolled back by `commit` only
     key_dim = 1
     """Dimension of the indexer's keys along which they are counted."""
 

@@ -13,6 +13,7 @@ class NoState(LayerState):
     """Nothing to keep, nothing to roll back. What such a layer reads is rolled back where it is stored."""
 
     supports_trees = True
+    rewinds = True
     is_sliding = False
     is_compileable = True
     is_croppable = True

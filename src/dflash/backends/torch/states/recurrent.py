@@ -26,6 +26,7 @@ class RecurrentState(LayerState, LinearAttentionCacheLayerMixin):
     """
 
     supports_trees = False
+    rewinds = False
     is_sliding = False
     is_croppable = False
     is_compileable = False

@@ -25,6 +25,7 @@ class SlidingKeyValueState(FullKeyValueState):
     """Keys and values of the positions `base`.., [B, kv_heads, held, head_dim] each."""
 
     is_sliding = True
+    rewinds = False  # the rows that come back into the window may be gone
 
     def __init__(self, span: Span, spec: LayerSpec) -> None:
         super().__init__(span, spec)
