@@ -22,7 +22,7 @@ from dflash.core.engine import Engine, StreamEvent
 from dflash.types import Drafting, Proposal, Result
 from tests.backends import tiny_pair
 from tests.backends.pairs import BACKENDS, GREEDY, PROMPTS, SAMPLED, OpenEngine
-from tests.backends.tiny_pair import END, save_target
+from tests.backends.tiny_pair import END, random_draft, save_draft, save_target
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +235,67 @@ def test_two_engines_in_one_process(
     other.close()
     assert other_alone != alone
     assert [*mixed[0], *(token for event in mine for token in event.token_ids)] == alone
+
+
+def test_two_drafts_on_one_kind_of_target(
+    open_engine: OpenEngine, target_folder: Path, trained_folder: Path, tmp_path: Path
+) -> None:
+    """Globals or class patches would give one draft the layers that the other one taps, its block or its proposals:
+    with two drafts that differ in all of them, in turn, every round is what it is alone."""
+    other = random_draft(tiny_pair.draft_config(target_layer_ids=(1, 2), block_size=6), seed=4)
+    folders = (trained_folder, save_draft(tmp_path / "other", other))
+
+    def opened(folder: Path) -> Engine:
+        return open_engine(target_folder, folder, drafting=Drafting(fixed=True))
+
+    alone = []
+    for folder in folders:
+        pair = opened(folder)
+        alone.append(watched(pair))
+        alone[-1][1].extend(seen(event) for event in pair.stream(PROMPTS[0], GREEDY))
+        pair.close()
+    pairs = [opened(folder) for folder in folders]
+    together = [watched(pair) for pair in pairs]
+    streams = [pair.stream(PROMPTS[0], GREEDY) for pair in pairs]
+    running = [0, 1]
+    while running:
+        for index in list(running):
+            event = next(streams[index], None)
+            if event is None:
+                pairs[index].close()  # the other one goes on
+                running.remove(index)
+            else:
+                together[index][1].append(seen(event))
+    assert together == alone
+    (first, _), (second, _) = alone
+    assert len(first) > 3 and len(second) > 3
+    assert {len(proposal) for proposal in first} != {len(proposal) for proposal in second}
+
+
+def watched(pair: Engine) -> tuple[list[tuple[int, ...]], list[Any]]:
+    """(what the engine's draft will propose, room for its rounds)."""
+    proposals: list[tuple[int, ...]] = []
+    assert pair.drafter is not None
+    make = pair.drafter.session
+
+    def session() -> Any:
+        made = make()
+        propose = made.propose
+
+        def recorded(anchor: int, budget: int) -> Proposal:
+            proposal = propose(anchor, budget)
+            proposals.append(tuple(proposal.tokens))
+            return proposal
+
+        made.propose = recorded  # type: ignore[method-assign]
+        return made
+
+    pair.drafter.session = session  # type: ignore[method-assign]
+    return proposals, []
+
+
+def seen(event: StreamEvent) -> tuple[tuple[int, ...], int, int]:
+    return event.token_ids, event.round.num_proposed, event.round.num_accepted
 
 
 # The request's life

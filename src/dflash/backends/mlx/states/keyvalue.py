@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from dflash.backends.mlx.states.base import BUCKET, LayerState, Span
+from dflash.errors import ConfigError
 
 GROWTH = 1.5
 """Factor by which storage grows at least, so that copying it stays cheap in long texts."""
@@ -145,6 +146,12 @@ class QuantizedKeyValueState(KeyValueState):
         self.group_size = group_size
 
     def _encoded(self, rows: mx.array) -> Stored:
+        """Raises ConfigError for heads that cannot be quantised."""
+        if rows.shape[-1] % self.group_size:
+            raise ConfigError(
+                f"kv_bits needs attention heads whose size is a multiple of {self.group_size}, and not "
+                f"{rows.shape[-1]}: leave it out for this target."
+            )
         return tuple(mx.quantize(rows, group_size=self.group_size, bits=self.bits))
 
 
