@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from dflash.backends.torch.exactness import _probe, probe
+from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.packing import pack_linears
 from dflash.backends.torch.states.sliding import PAGE
 from dflash.backends.torch.target import TorchTarget
+from dflash.core.exactness import find_width_class
 from dflash.types import Proposal, Verdict
 from tests.backends.architectures import ARCHITECTURES
 from tests.backends.tiny_targets import llama, qwen3, tokens
@@ -114,7 +115,7 @@ def test_found_class_gives_the_same_bits_in_use(family: Callable[[], PreTrainedM
 def test_logic_of_the_probe(fault: Callable[[int, int, int], float], expected: tuple[bool, int, int]) -> None:
     """Fault: a width above a gap in the class is chosen too small (5 and 7 differ: 6 and 4 must not be chosen), or a
     dependence on offset or number of keys passes. Expected: holds, width, narrowest width tried."""
-    found = _probe(FakeSession(fault), vocab_size=50, max_width=16, block_size=1)
+    found = find_width_class(FakeSession(fault), vocab_size=50, max_width=16, block_size=1, same=torch.equal)
     assert (found.holds, found.width, found.widths_tried[0]) == expected
     assert found.widths_tried[-1] == 16
 

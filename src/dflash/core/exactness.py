@@ -16,6 +16,8 @@ from dflash.types import Proposal, Verdict
 LONGER = (256, 640)
 """Keys of the forwards that stand for longer texts: one more bucket, and more than the 512 that CPU attention splits
 keys into."""
+NUM_FIRST = 4
+"""Tokens that are tried among equal and among different ones."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,25 @@ def find_width_class(
         session.return_at_least(num_keys)
         if not repeats(text[:width]):
             return fails(f"results change when attention runs over {num_keys} keys")
+    if not _ignores_other_rows(session, text, width, max_width, same):
+        return fails("a row's result depends on the tokens beside it, as where experts are chosen per token")
     narrower = f"; {tried[0]} differ" if tried[0] < width else ""
     return WidthClass(
         True, width, tuple(tried), f"forwards of {width} to {max_width} rows give the same bits{narrower}."
     )
+
+
+def _ignores_other_rows(
+    session: ProbedSession, text: list[int], width: int, max_width: int, same: Callable[[Any, Any], bool]
+) -> bool:
+    """Whether the first row has the same bits among equal rows, as padding makes them, and among different ones. An
+    expert multiplies the rows that chose it, so their number depends on what the other rows are."""
+    for token in text[:NUM_FIRST]:
+        equal = probe_rows(session, [token] * max_width)[:1]
+        different = probe_rows(session, [token, *text[: max(1, width - 1)]])[:1]
+        if not same(equal, different):
+            return False
+    return True
 
 
 def probe_rows(session: ProbedSession, tokens: list[int]) -> Any:
