@@ -86,6 +86,8 @@ class Drafting:
     """Look for copies of earlier text beside the draft."""
     width: int | None = None
     """Most rows of a verify forward, the anchor's included; None = what the engine has checked."""
+    draft_window: int | None = None
+    """Newest context rows that layers of the draft with full attention see; None = all. The target sees all."""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ def test_a_width_within_the_block_is_taken(cli: CommandLine, width: str) -> None
         ("--no-tree", Drafting(mode="exact")),
         ("--mode fast --no-copy", Drafting(mode="fast", copies=False)),
         ("--fixed --width 2", Drafting(fixed=True, width=2)),
+        ("--draft-window 256", Drafting(draft_window=256)),
     ],
 )
 def test_drafting_options_reach_load(cli: CommandLine, words: str, drafting: Drafting) -> None:

@@ -217,10 +217,11 @@ def rounds_of(stats: Stats, *, times: bool = True) -> Rounds:
 
 def _described(drafting: Drafting) -> str:
     """The choices in words."""
+    window = "" if drafting.draft_window is None else f", draft window {drafting.draft_window}"
     if drafting.fixed:
-        return "whole blocks of the draft, fixed"
+        return f"whole blocks of the draft, fixed{window}"
     copies = "with copies" if drafting.copies else "without copies"
-    return f"by measured cost, mode {drafting.mode}, {copies}"
+    return f"by measured cost, mode {drafting.mode}, {copies}{window}"
 
 
 def _params(request: Request) -> SamplingParams:

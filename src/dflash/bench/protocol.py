@@ -209,7 +209,7 @@ class Backend(Protocol):
         """Free everything."""
 
 
-_SPELLED = {"stream": "--no-stream", "drafting": "--mode, --no-tree, --no-copy or --fixed"}
+_SPELLED = {"stream": "--no-stream", "drafting": "--mode, --no-tree, --no-copy, --fixed or --draft-window"}
 """Fields of the class below whose option is not called like them."""
 
 

@@ -103,6 +103,14 @@ class ModelOptions:
         ),
     ] = "auto"
     no_tree: Annotated[bool, model_option("--no-tree", help="Never feed branches: --mode exact.")] = False
+    draft_window: Annotated[
+        int | None,
+        model_option(
+            "--draft-window",
+            metavar="N",
+            help="Newest tokens that the draft's layers with full attention see, for long texts. Default: all.",
+        ),
+    ] = None
     no_copy: Annotated[bool, model_option("--no-copy", help="Do not look for copies of earlier text.")] = False
     fixed: Annotated[
         bool,
@@ -120,7 +128,9 @@ class ModelOptions:
         if self.fixed and (self.mode == "fast" or self.no_copy):
             raise ConfigError("--fixed feeds whole blocks only: drop --mode fast and --no-copy.")
         mode: Mode = "exact" if self.no_tree else modes[self.mode]
-        return Drafting(mode=mode, fixed=self.fixed, copies=not self.no_copy, width=self.width)
+        return Drafting(
+            mode=mode, fixed=self.fixed, copies=not self.no_copy, width=self.width, draft_window=self.draft_window
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

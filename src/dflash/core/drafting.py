@@ -6,12 +6,14 @@ block every round, as published implementations do, to compare with.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from dflash.core.adaptive import AdaptiveDrafter, Memory
 from dflash.core.ngram import NgramDrafter
 from dflash.core.parking import ParkingDrafter
 from dflash.core.protocols import Drafter
+from dflash.errors import ConfigError
 from dflash.types import Drafting
 
 
@@ -47,17 +49,37 @@ def make_session(
     Args:
         max_rows: most rows of a verify forward that the engine has checked.
         supports_trees: of the target's session; without it chains are used in every mode.
+
+    Raises ConfigError for a draft window below 1, or where this drafter has no context that could be limited.
     """
+    session = _fresh(shared, drafting)
     if drafting.fixed:
-        return ParkingDrafter(shared.session())
+        return ParkingDrafter(session)
     trees: Literal["never", "auto", "always"] = "never"
     if supports_trees and drafting.mode != "exact":
         trees = "auto" if drafting.mode == "auto" else "always"
     only_copies = isinstance(shared, CopyDrafter)
     return AdaptiveDrafter(
-        None if only_copies else shared.session(),
+        None if only_copies else session,
         memory,
         max_rows=max_rows if drafting.width is None else min(max_rows, drafting.width),
         copies=drafting.copies or only_copies,
         trees=trees,
     )
+
+
+def _fresh(shared: SharedDrafter, drafting: Drafting) -> Drafter:
+    """A session with the draft window that was asked for."""
+    session = shared.session()
+    window = drafting.draft_window
+    if window is None:
+        return session
+    if window < 1:
+        raise ConfigError(f"the draft window must be at least 1 token, not {window}.")
+    limit: Callable[[int], None] | None = getattr(session, "limit_context", None)
+    if limit is None:
+        raise ConfigError(
+            "a draft window is for drafts of blocks on the torch backend; leave it out with this draft or backend."
+        )
+    limit(window)
+    return session

@@ -79,6 +79,12 @@ class BlockSession:
         self._shared = shared
         self._num_context = 0
         self._storage: list[ContextKV] = []
+        self._limit: int | None = None
+
+    def limit_context(self, num_rows: int) -> None:
+        """Let layers with full attention see the newest `num_rows` context rows only: a block then costs the same at
+        any length of the text. Layers with a window of their own keep it."""
+        self._limit = num_rows
 
     @property
     def max_proposal(self) -> int:
@@ -135,6 +141,8 @@ class BlockSession:
         config, kept = self._shared.network.config, self._storage[number]
         window = config.attention_of(number).window
         reach = 0 if window is None else window if config.window_from_anchor else window - 1
+        if window is None and self._limit is not None:
+            window, reach = self._limit, self._limit
         first = 0 if window is None else max(0, self._num_context - reach)
         end = self._num_context + config.block_size
         return ContextKV(kept.keys_NKSD[:, :, first:end], kept.values_NKSD[:, :, first:end], config.block_size, first)
