@@ -47,7 +47,7 @@ demo: setup
 	$(BIN)/dflash demo
 
 test: setup
-	$(TEST_ENV) $(BIN)/python -m pytest
+	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # The browser that the report's test looks for; without one that test says so and is skipped.
 chromium: setup

@@ -48,7 +48,7 @@ TABLE: dict[str, Row] = {
         (
             "core/test_loop.py::test_end_of_sequence_as_the_first_token",
             "core/test_loop.py::test_every_id_of_a_list_of_stop_ids_stops",
-            "backends/test_engine.py::test_end_ids_come_from_the_generation_config",
+            "backends/test_conformance.py::test_end_ids_come_from_the_generation_config",
         ),
     ),
     "A5": Row(
@@ -90,9 +90,9 @@ TABLE: dict[str, Row] = {
     "A10": Row(
         "other tokens than plain decoding where two are nearly tied",
         (
-            "backends/test_engine.py::test_random_and_trained_drafts_change_nothing",
-            "backends/test_engine.py::test_adversarial_draft_changes_nothing",
-            "backends/test_engine.py::test_bf16_is_exact_where_the_probe_says_so",
+            "backends/test_conformance.py::test_random_and_trained_drafts_change_nothing",
+            "backends/test_conformance.py::test_adversarial_draft_changes_nothing",
+            "backends/test_conformance.py::test_bf16_is_exact_where_the_probe_says_so",
             "backends/test_draft_networks.py::test_every_kind_decodes_losslessly",
             "audit/test_texts.py::test_verdicts",
             "audit/test_audit.py::test_an_acceptor_that_takes_one_too_many_is_caught",
@@ -117,9 +117,9 @@ TABLE: dict[str, Row] = {
     "A13": Row(
         "a second or cancelled request leaves something behind",
         (
-            "backends/test_engine.py::test_a_b_a",
-            "backends/test_engine.py::test_cancelled_request_leaves_no_trace",
-            "backends/test_engine.py::test_interleaved_requests",
+            "backends/test_conformance.py::test_a_b_a",
+            "backends/test_conformance.py::test_cancelled_request_leaves_no_trace",
+            "backends/test_conformance.py::test_interleaved_requests",
             "core/test_loop.py::test_consumer_that_closes_early_leaves_a_usable_state",
         ),
     ),
@@ -266,7 +266,7 @@ TABLE: dict[str, Row] = {
     "B18": Row(
         "a repository that changed in place",
         (
-            "backends/test_engine.py::test_info",
+            "backends/test_conformance.py::test_info",
             "check/test_check.py::test_a_good_draft_is_usable",
             "core/test_published.py::test_changes_on_the_hub_are_named",
         ),
