@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import dflash
-from dflash import SamplingParams
+from dflash import Drafting, SamplingParams
 from dflash.bench.record import RunRecord
 from dflash.launch.server import healthy
 from dflash.prepare.prompts import read_prompts
@@ -118,7 +118,9 @@ def check_record(record: RunRecord, ours: Ours) -> None:
 
 def decode(draft: Path) -> Ours:
     """Plain text, and the speculation that repeats it."""
-    engine = dflash.load(TARGET, str(draft), dtype="float32", device="cpu")
+    engine = dflash.load(
+        TARGET, str(draft), dtype="float32", device="cpu", drafting=Drafting(fixed=True)
+    )  # as vLLM does
     params = SamplingParams(max_new_tokens=NUM_TOKENS)
     plain = [engine.generate(prompt, params, use_draft=False) for prompt in prompts()]
     drafted = [engine.generate(prompt, params) for prompt in prompts()]
