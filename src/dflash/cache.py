@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,12 @@ def cache_root(environment: Mapping[str, str] | None = None) -> Path:
     if shared := variables.get("XDG_CACHE_HOME"):
         return Path(shared).expanduser() / "dflash"
     return Path.home() / ".cache" / "dflash"
+
+
+def files_sha256(paths: Iterable[Path]) -> str:
+    """Of one file; of the files' hashes in order where there are several."""
+    hashes = [file_sha256(path) for path in sorted(paths)]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:

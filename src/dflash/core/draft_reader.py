@@ -7,7 +7,6 @@ in `core/dialects/`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash.cache import file_sha256
+from dflash.cache import files_sha256
 from dflash.core.dialects.base import Checkpoint, Dialect, Lookup
 from dflash.core.dialects.speculators import DRAFT_TO_TARGET, TARGET_TO_DRAFT
 from dflash.core.draft_config import CONFIG_FILE, DraftConfig
@@ -50,8 +49,7 @@ class DraftDescription:
 
     def weights_sha256(self) -> str:
         """Of the weights file; of the files' hashes in order where there are several."""
-        hashes = [file_sha256(file) for file in sorted({tensor.file for tensor in self.tensors.values()})]
-        return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+        return files_sha256({tensor.file for tensor in self.tensors.values()})
 
 
 def read_draft(folder: Path) -> DraftDescription:

@@ -1,11 +1,13 @@
-"""Does a draft belong to a target, and a width to a draft? What can be told before anything is decoded."""
+"""Does a draft belong to a target, a width to a draft, a prompt into a context? What can be told before anything is
+decoded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dflash.core.draft_config import DraftConfig
-from dflash.errors import ConfigError, PairError
+from dflash.errors import ConfigError, PairError, PromptError
 
 
 class TargetShape(NamedTuple):
@@ -54,3 +56,22 @@ def check_width(width: int | None, widest: int | None) -> None:
             f"width {width} is more than the {widest} rows that a round feeds at most, so it would have no effect; "
             "lower it or leave it out."
         )
+
+
+def check_taps(taps: Sequence[int], num_layers: int, model_name: str) -> None:
+    """Raise PairError for a tap that is no layer of the model."""
+    for tap in taps:
+        if not 0 <= tap < num_layers:
+            raise PairError(
+                f"the draft reads layer {tap} of its target, but {model_name} has layers 0..{num_layers - 1}: use the "
+                "target that the draft was trained for."
+            )
+
+
+def check_prompt(num_new: int, num_committed: int, max_length: int) -> None:
+    """Raise PromptError unless `num_new` tokens can be fed behind `num_committed` within the context."""
+    if not num_new:
+        raise PromptError("the prompt is empty: give at least one token.")
+    total = num_committed + num_new
+    if total > max_length:
+        raise PromptError(f"the prompt has {total} tokens, but the target's context holds {max_length}: shorten it.")

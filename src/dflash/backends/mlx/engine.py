@@ -33,7 +33,7 @@ from dflash.backends.mlx.target import MLXTarget
 from dflash.core.draft_config import DraftConfig
 from dflash.core.draft_reader import DraftDescription, read_draft
 from dflash.core.engine import Engine, EngineInfo
-from dflash.core.exactness import WidthClass
+from dflash.core.exactness import PROBED_WIDTH, WidthClass
 from dflash.core.loop import Clock
 from dflash.core.pair import check_shapes, check_width
 from dflash.errors import ConfigError
@@ -42,9 +42,6 @@ from dflash.resolve import AUTO, Progress, Source, log_steps, resolve_draft, res
 from dflash.types import Drafting, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-_PROBED_WIDTH = 16
-"""Rows of the widest forward that the load-time probe covers; a wider block is probed at its own width."""
 
 
 def load(
@@ -115,7 +112,7 @@ def load(
         eos_ids=end_of_sequence_ids(loaded),
         info=_info(target_source, draft_source, description, shared, exactness, chosen.width),
         drafting=chosen,
-        max_rows=max(_PROBED_WIDTH, 1 + config.max_proposal if config else 1),
+        max_rows=max(PROBED_WIDTH, 1 + config.max_proposal if config else 1),
     )
 
 
@@ -150,7 +147,7 @@ def _drafting(drafting: Drafting | None, width: int | None, config: DraftConfig 
     chosen = drafting or Drafting(fixed=True)
     chosen = dataclasses.replace(chosen, width=chosen.width if width is None else width)
     num_rows = None if config is None else 1 + config.max_proposal
-    check_width(chosen.width, num_rows if num_rows is None or chosen.fixed else max(_PROBED_WIDTH, num_rows))
+    check_width(chosen.width, num_rows if num_rows is None or chosen.fixed else max(PROBED_WIDTH, num_rows))
     return chosen
 
 
@@ -159,7 +156,7 @@ def _probe(loaded: LoadedTarget, num_rows: int, kv_bits: int | None, report: Pro
     found = probe(
         loaded.model,
         max_length=loaded.max_length,
-        max_width=max(_PROBED_WIDTH, num_rows),
+        max_width=max(PROBED_WIDTH, num_rows),
         block_size=num_rows,
         kv_bits=kv_bits,
     )

@@ -20,8 +20,7 @@ from dflash.backends.mlx import compat
 from dflash.backends.mlx.state import SessionCache, check_states
 from dflash.backends.mlx.taps import LayerRecorder
 from dflash.backends.mlx.tokens import DeviceTokens
-from dflash.core.pair import TargetShape
-from dflash.errors import PairError, PromptError
+from dflash.core.pair import TargetShape, check_prompt, check_taps
 from dflash.types import Proposal, Verdict
 
 CLEAR_EVERY = 256
@@ -78,21 +77,13 @@ class MLXTarget:
         self.fast_rollback = fast_rollback
         natives = compat.layer_caches(model)
         check_states(natives, compat.model_name(model))
-        self._check_taps()
+        check_taps(self.taps, self.num_layers, compat.model_name(model))
         self._embedding, self._head = compat.embedding_and_head(model)
         self.vocab_size, self.hidden_size = compat.embedding_shape(self._embedding)
         model.eval()
         self.dtype = compat.activation_dtype(model)
         calls = fast_rollback and not SessionCache(natives).keeps_prefixes
         self.recorder = LayerRecorder(layers, self.taps, calls=calls)
-
-    def _check_taps(self) -> None:
-        for tap in self.taps:
-            if not 0 <= tap < self.num_layers:
-                raise PairError(
-                    f"the draft reads layer {tap} of its target, but {compat.model_name(self.model)} has layers "
-                    f"0..{self.num_layers - 1}: use the target that the draft was trained for."
-                )
 
     @property
     def shape(self) -> TargetShape:
@@ -180,7 +171,7 @@ class MLXTargetSession:
         Raises:
             PromptError: the prompt is empty or leaves the context.
         """
-        self._check_prompt(prompt_ids)
+        check_prompt(len(prompt_ids), self._cache.num_tokens, self.max_length)
         cache, last, ids = self._cache, len(prompt_ids) - 1, mx.array(list(prompt_ids), dtype=mx.int32)
         pieces: list[mx.array] = []
         logits: mx.array | None = None
@@ -239,15 +230,6 @@ class MLXTargetSession:
         """Feed the first rows of the last forward again: the reference for states that cannot keep a part."""
         self._cache.begin(num_rows, buckets=self._exact)
         self._target.model(self._fed[None, :num_rows], cache=self._cache.layers)
-
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        if not len(prompt_ids):
-            raise PromptError("the prompt is empty: give at least one token.")
-        total = self._cache.num_tokens + len(prompt_ids)
-        if total > self.max_length:
-            raise PromptError(
-                f"the prompt has {total} tokens, but the target's context holds {self.max_length}: shorten it."
-            )
 
     def _forward(self, ids: mx.array) -> tuple[mx.array, mx.array | None]:
         """One forward at the committed length; returns logits [rows, V] and features [rows, taps x H]."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -36,13 +35,13 @@ from dflash.backends.torch.packing import pack_linears
 from dflash.backends.torch.plain_form import packed_steps_are_faster
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
-from dflash.cache import file_sha256
+from dflash.cache import files_sha256
 from dflash.core.adaptive import Memory
 from dflash.core.draft_config import DraftConfig
 from dflash.core.draft_reader import DraftDescription, read_draft
 from dflash.core.drafting import SharedDrafter
 from dflash.core.engine import Engine, EngineInfo
-from dflash.core.exactness import WidthClass
+from dflash.core.exactness import PROBED_WIDTH, WidthClass
 from dflash.core.language_model import check_same_tokens, folder_is_language_model
 from dflash.core.loop import Clock
 from dflash.core.pair import check_width
@@ -57,8 +56,6 @@ logger = logging.getLogger(__name__)
 MakeDrafter = Callable[[TorchTarget], SharedDrafter]
 """From the target's weights side to that of a drafter for it."""
 
-_PROBED_WIDTH = 16
-"""Rows of the widest forward that the load-time probe covers; a wider block is probed at its own width."""
 _WIDEST_ON_DEVICES = 64
 """Rows of the widest forward on devices where rows cost next to nothing."""
 
@@ -187,7 +184,7 @@ def _drafting(drafting: Drafting | None, width: int | None, num_rows: int | None
     """The choices with their width. `num_rows`: of the draft's block; None = no draft. Raises ConfigError."""
     chosen = drafting or Drafting()
     chosen = dataclasses.replace(chosen, width=chosen.width if width is None else width)
-    widest = num_rows if num_rows is None or (chosen.fixed and has_model) else max(_PROBED_WIDTH, num_rows)
+    widest = num_rows if num_rows is None or (chosen.fixed and has_model) else max(PROBED_WIDTH, num_rows)
     check_width(chosen.width, widest)
     return chosen
 
@@ -220,14 +217,14 @@ def _checked_rows(target: TorchTarget, exactness: WidthClass | None, num_rows: i
     """Most rows of a verify forward: those of the probe, so that no bit changes; without one, what a device takes."""
     if exactness is not None and exactness.holds:
         return max(exactness.widths_tried)
-    return max(_PROBED_WIDTH if target.device.type == "cpu" else _WIDEST_ON_DEVICES, num_rows)
+    return max(PROBED_WIDTH if target.device.type == "cpu" else _WIDEST_ON_DEVICES, num_rows)
 
 
 def _probe(model: Any, num_rows: int, report: Progress) -> WidthClass:
     report("checking bit-exactness", None)
     # The same widths with and without a draft, so that both settle on the same class. A block wider than that either
     # belongs to the class too, or makes the probe say that bit-exactness does not hold.
-    found = probe(model, max_width=max(_PROBED_WIDTH, num_rows), block_size=num_rows)
+    found = probe(model, max_width=max(PROBED_WIDTH, num_rows), block_size=num_rows)
     if not found.holds:
         logger.warning(
             "bit-exact decoding is not possible here: %s Near-ties may differ from plain decoding.", found.reason
@@ -291,9 +288,4 @@ def _info(
 
 def _weights_sha256(source: Source, description: DraftDescription | None) -> str:
     """Of the weights file; of the files' hashes in order where there are several."""
-    if description is None:
-        files = sorted(source.path.glob("*.safetensors"))
-    else:
-        files = sorted({tensor.file for tensor in description.tensors.values()})
-    hashes = [file_sha256(file) for file in files]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return files_sha256(source.path.glob("*.safetensors")) if description is None else description.weights_sha256()

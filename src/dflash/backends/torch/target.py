@@ -26,7 +26,8 @@ from dflash.backends.torch.replay import Record, Replay
 from dflash.backends.torch.state import SessionCache, check_states
 from dflash.backends.torch.states import KINDS
 from dflash.backends.torch.taps import TapRecorder, concatenate, tapped_layers
-from dflash.errors import PairError, PromptError, UnsupportedModel
+from dflash.core.pair import check_prompt, check_taps
+from dflash.errors import UnsupportedModel
 from dflash.types import Proposal, Verdict
 
 ATTENTION_ROWS = 4
@@ -91,7 +92,7 @@ class TorchTarget:
         self.exact_width = exact_width
         self.prefill_chunk = prefill_chunk
         check_states(self.layer_specs, type(model).__name__)
-        self._check_taps()
+        check_taps(self.taps, self.num_layers, type(model).__name__)
         self.attention_rows = ATTENTION_ROWS if compat.use_grouped_attention(model) else 1
         if any(KINDS[spec.state].mask_has_fed_rows for spec in self.layer_specs):
             self.attention_rows = 1
@@ -109,14 +110,6 @@ class TorchTarget:
         self.replay = Replay(model, self.layer_specs) if replays and is_recurrent else None
         # On accelerators so many small kernels would cost more than drafting gains: hybrid targets are not exact there.
         self.rows_alone = self.device.type == "cpu"
-
-    def _check_taps(self) -> None:
-        for tap in self.taps:
-            if not 0 <= tap < self.num_layers:
-                raise PairError(
-                    f"the draft reads layer {tap} of its target, but {type(self.model).__name__} has layers "
-                    f"0..{self.num_layers - 1}: use the target that the draft was trained for."
-                )
 
     @property
     def num_features(self) -> int:
@@ -222,7 +215,7 @@ class TorchTargetSession:
         Raises:
             PromptError: the prompt is empty or leaves the context.
         """
-        self._check_prompt(prompt_ids)
+        check_prompt(len(prompt_ids), self._cache.num_tokens, self.max_length)
         target, cache = self._target, self._cache
         features: torch.Tensor | None = None
         if self._features:
@@ -285,15 +278,6 @@ class TorchTargetSession:
         self._cache.free()
         self._masks = SessionMasks(self._target.layer_specs, self._target.device, self._target.dtype)
         self._fed, self._record = [], None
-
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        if not len(prompt_ids):
-            raise PromptError("the prompt is empty: give at least one token.")
-        total = self._cache.num_tokens + len(prompt_ids)
-        if total > self.max_length:
-            raise PromptError(
-                f"the prompt has {total} tokens, but the target's context holds {self.max_length}: shorten it."
-            )
 
     def _feed(self, anchor: int, proposal: Proposal, *, pad: bool = True) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Feed rows behind the committed tokens, in exact mode in a forward of the shape that it needs."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from dflash.core.dialects import fields
 from dflash.core.dialects.base import TOP, Checkpoint, Dialect, Lookup
+from dflash.core.dialects.written import rope_parameters, shape_keys
 from dflash.core.draft_config import DraftConfig, LayerAttention
 from dflash.errors import CheckpointError, UnsupportedModel
 
@@ -185,20 +186,10 @@ def write_config(config: DraftConfig) -> dict[str, Any]:
 
 def _write_layers(config: DraftConfig, layers: list[LayerAttention]) -> dict[str, Any]:
     windows = [layer.window for layer in layers if layer.window is not None]
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.yarn is not None:
-        rope |= {"rope_type": "yarn", **vars(config.yarn)}
     return {
         "model_type": "qwen3",
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": rope,
+        **shape_keys(config),
+        "rope_parameters": rope_parameters(config),
         "vocab_size": config.vocab_size,
         "attention_bias": config.attention_bias,
         "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in layers],

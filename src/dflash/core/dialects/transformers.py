@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash.core.dialects import fields
 from dflash.core.dialects.base import TOP, Checkpoint, Dialect, Lookup
+from dflash.core.dialects.written import rope_parameters, shape_keys
 from dflash.core.draft_config import DraftConfig, LayerAttention
 from dflash.errors import CheckpointError, UnsupportedModel
 
@@ -69,24 +70,14 @@ def write_config(config: DraftConfig) -> dict[str, Any]:
     }
     if asked := [what for what, has in impossible.items() if has]:
         raise UnsupportedModel(f"Transformers' draft class has no {asked[0]}, which this draft has.")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.yarn is not None:
-        rope |= {"rope_type": "yarn", **vars(config.yarn)}
     values: dict[str, Any] = {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": rope,
+        **shape_keys(config),
+        "rope_parameters": rope_parameters(config),
         "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in layers],
         "sliding_window": windows.pop() - 1 if windows else 2048,  # its class wants a number, used or not
         "vocab_size": config.vocab_size,

@@ -8,6 +8,7 @@ from typing import Any
 
 from dflash.core.dialects import fields
 from dflash.core.dialects.base import NESTED, Checkpoint, Dialect, Lookup
+from dflash.core.dialects.written import shape_keys
 from dflash.core.draft_config import ARCHITECTURE, DraftConfig
 from dflash.errors import UnsupportedModel
 
@@ -64,14 +65,7 @@ def write_config(config: DraftConfig) -> dict[str, Any]:
         "model_type": "qwen3",
         "block_size": config.block_size,
         NESTED: nested | _unusual(config),
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
+        **shape_keys(config),
         "rope_theta": config.rope_theta,
         "vocab_size": config.vocab_size,
         "num_target_layers": config.num_target_layers,
