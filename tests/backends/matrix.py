@@ -81,14 +81,14 @@ def chunking_error(model: PreTrainedModel, taps: Sequence[int], chunk: int) -> f
     return found
 
 
-def bare_layer_outputs(model: PreTrainedModel, taps: Sequence[int]) -> torch.Tensor:
-    """Outputs [len(PROMPT), taps x H] of decoder layers of the bare model, without a cache."""
+def bare_layer_outputs(model: PreTrainedModel, taps: Sequence[int], ids: Sequence[int] = PROMPT) -> torch.Tensor:
+    """Outputs [len(ids), taps x H] of decoder layers of the bare model, without a cache."""
     outputs: list[torch.Tensor] = []
     for layer in tapped_layers(model, taps, model.config.get_text_config().num_hidden_layers):
         handle = layer.register_forward_hook(
             lambda module, inputs, output: outputs.append(output[0] if isinstance(output, tuple) else output)
         )
-        bare_logits(model, PROMPT)
+        bare_logits(model, ids)
         handle.remove()
     return torch.cat([output[0] for output in outputs], dim=-1)
 

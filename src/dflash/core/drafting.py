@@ -6,6 +6,7 @@ block every round, as published implementations do, to compare with.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -43,12 +44,14 @@ def make_session(
     *,
     max_rows: int,
     supports_trees: bool,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> AdaptiveDrafter | ParkingDrafter:
     """The drafter of one request.
 
     Args:
         max_rows: most rows of a verify forward that the engine has checked.
         supports_trees: of the target's session; without it chains are used in every mode.
+        clock: seconds, by which rounds are timed.
 
     Raises ConfigError for a draft window below 1, or where this drafter has no context that could be limited.
     """
@@ -65,6 +68,7 @@ def make_session(
         max_rows=max_rows if drafting.width is None else min(max_rows, drafting.width),
         copies=drafting.copies or only_copies,
         trees=trees,
+        clock=clock,
     )
 
 
