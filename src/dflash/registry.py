@@ -107,6 +107,7 @@ MLX_DRAFTERS: Mapping[str, str] = MappingProxyType(
         "dflash": "dflash.backends.mlx.drafters.dflash:DFlashDrafter",
         "dflash2": "dflash.backends.mlx.drafters.dflash2:DFlash2Drafter",
         "dspark": "dflash.backends.mlx.drafters.dspark:DSparkDrafter",
+        "autoregressive": "dflash.backends.mlx.drafters.autoregressive:AutoregressiveDrafter",
     }
 )
 """The same for the MLX backend."""

@@ -14,7 +14,7 @@ from dflash.backends.torch.drafters.dflash import DFlashDrafter
 from dflash.backends.torch.target import TorchTarget
 from dflash.core.draft_config import LayerAttention
 from dflash.errors import ConfigError
-from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, open_engine
+from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, OpenEngine
 from tests.backends.test_dflash_drafter import MASK, draft
 from tests.backends.tiny_targets import llama, tokens
 
@@ -60,7 +60,7 @@ def test_layers_with_a_window_keep_it() -> None:
     torch.testing.assert_close(session._hidden(ANCHOR), before)
 
 
-def test_the_text_does_not_depend_on_it(target_folder: Path, trained_folder: Path) -> None:
+def test_the_text_does_not_depend_on_it(open_engine: OpenEngine, target_folder: Path, trained_folder: Path) -> None:
     """Fault: the window reaches the target, or is taken and has no effect."""
     engine = open_engine(target_folder, trained_folder)
     for params in (GREEDY, SAMPLED):
@@ -78,9 +78,9 @@ def test_the_text_does_not_depend_on_it(target_folder: Path, trained_folder: Pat
     engine.close()
 
 
-def test_without_a_context_to_limit_it_is_refused(target_folder: Path) -> None:
+def test_without_a_context_to_limit_it_is_refused(open_engine: OpenEngine, target_folder: Path) -> None:
     """Fault: the option is accepted and has no effect."""
-    engine = open_engine(target_folder, "ngram")  # type: ignore[arg-type]  # a name, not a folder
+    engine = open_engine(target_folder, "ngram")
     with pytest.raises(ConfigError, match="leave it out"):
         engine.generate(PROMPTS[0], GREEDY, drafting=Drafting(draft_window=8))
     engine.close()

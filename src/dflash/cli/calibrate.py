@@ -11,7 +11,7 @@ import typer
 from dflash.cli import report
 from dflash.cli.demo import questions
 from dflash.cli.errors import say
-from dflash.cli.options import ModelOptions, output_option, with_options
+from dflash.cli.options import EngineOptions, output_option, with_options
 from dflash.cli.session import open_engine, working
 from dflash.errors import ConfigError, MissingExtra
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @with_options
 def calibrate(
     *,
-    model: ModelOptions,
+    model: EngineOptions,
     seconds: Annotated[
         float, typer.Option("--seconds", metavar="X", min=0, help="Time for the sweeps over all widths.")
     ] = 10.0,
@@ -45,17 +45,18 @@ def calibrate(
     engine = open_engine(model)
     if engine.drafter is None:
         raise ConfigError("plain decoding needs no calibration; name a draft with --draft.")
-    from dflash.backends.torch.calibration import costs_path, measure, write_costs
+    from dflash.core.calibration import costs_path, measure, write_costs
 
     with working("measuring costs"):
         verify, draft = measure(
-            engine.target,  # type: ignore[arg-type]  # a torch engine, by `dflash.load`
+            engine.target,
             engine.drafter,
+            engine.device(),
             exact=engine.info.exact,
             max_rows=engine.max_rows,
             seconds=seconds,
         )
-    write_costs(costs_path(engine.info, engine.max_rows), verify, draft)
+    write_costs(costs_path(engine.info, engine.device(), engine.max_rows), verify, draft)
     with working("comparing with rounds"):
         compared = _compare(engine, verify, draft, limit)
     if plot is not None:

@@ -57,6 +57,9 @@ ThreadsOption = Annotated[int | None, model_option("--threads", metavar="N", hel
 RemoteCodeOption = Annotated[
     bool, model_option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
+BackendOption = Annotated[
+    str, model_option("--backend", metavar="NAME", help=f"What computes: {' or '.join(BACKENDS)}.")
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,9 +150,13 @@ class MachineOptions:
 class EngineOptions(ModelOptions):
     """As above, for verbs that decode in this process."""
 
-    backend: Annotated[
-        str, model_option("--backend", metavar="NAME", help=f"What computes: {' or '.join(BACKENDS)}.")
-    ] = DEFAULT_BACKEND
+    backend: BackendOption = DEFAULT_BACKEND
+    kv_bits: Annotated[
+        int | None,
+        model_option(
+            "--kv-bits", metavar="N", help="Quantise keys and values to 4 or 8 bits (--backend mlx). Default: off."
+        ),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

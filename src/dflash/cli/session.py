@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from dflash.cli.errors import say
 from dflash.cli.options import DEFAULT_BACKEND, ChainOptions, EngineOptions, ModelOptions
@@ -29,12 +29,10 @@ def open_engine(options: ModelOptions) -> Engine:
     if plain and options.draft != AUTO:
         say("note: --draft has no effect beside --no-draft.")
     drafting = options.drafting()
+    backend = options.backend if isinstance(options, EngineOptions) else DEFAULT_BACKEND
+    own = _backend_options(options, backend)
     with working("starting") as progress:
-        import dflash
-
-        backend = options.backend if isinstance(options, EngineOptions) else DEFAULT_BACKEND
-        load = dflash.load if backend == DEFAULT_BACKEND else backend_loader(backend)
-        engine: Engine = load(
+        engine: Engine = loader(backend)(
             options.target,
             None if plain else options.draft,
             dtype=options.dtype,
@@ -45,8 +43,25 @@ def open_engine(options: ModelOptions) -> Engine:
             width=options.width,
             drafting=drafting,
             progress=progress,
+            **own,
         )
     return engine
+
+
+def loader(backend: str) -> Callable[..., Engine]:
+    """The `load` of a backend. Raises ConfigError for an unknown one, MissingExtra where its library is missing."""
+    import dflash
+
+    return dflash.load if backend == DEFAULT_BACKEND else backend_loader(backend)
+
+
+def _backend_options(options: ModelOptions, backend: str) -> dict[str, Any]:
+    """What only one backend's `load` takes. Raises ConfigError where it was asked of another one."""
+    if not isinstance(options, EngineOptions) or options.kv_bits is None:
+        return {}
+    if backend != "mlx":
+        raise ConfigError("--kv-bits quantises keys and values on --backend mlx only: drop it, or name that backend.")
+    return {"kv_bits": options.kv_bits}
 
 
 @contextlib.contextmanager

@@ -52,6 +52,11 @@ class DraftDescription:
         return files_sha256({tensor.file for tensor in self.tensors.values()})
 
 
+def draft_sha256(folder: Path, description: DraftDescription | None) -> str:
+    """Of a draft's weights; without a description (a language model that drafts) of all its safetensors files."""
+    return files_sha256(folder.glob("*.safetensors")) if description is None else description.weights_sha256()
+
+
 def read_draft(folder: Path) -> DraftDescription:
     """Read and check a draft folder.
 

@@ -6,12 +6,15 @@ block every round, as published implementations do, to compare with.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Literal, Protocol
 
 from dflash.core.adaptive import AdaptiveDrafter, Memory
+from dflash.core.exactness import PROBED_WIDTH
 from dflash.core.ngram import NgramDrafter
+from dflash.core.pair import check_width
 from dflash.core.parking import ParkingDrafter
 from dflash.core.protocols import Drafter
 from dflash.errors import ConfigError
@@ -35,6 +38,23 @@ class CopyDrafter:
     def session(self) -> NgramDrafter:
         """A fresh drafter for one request."""
         return NgramDrafter(self._max_proposal)
+
+
+def engine_drafting(drafting: Drafting | None, width: int | None, num_rows: int | None, *, has_model: bool) -> Drafting:
+    """The choices of an engine with their width.
+
+    Args:
+        drafting, width: of the backend's `load`; the latter goes before.
+        num_rows: of the draft's block; None = no draft.
+        has_model: whether the draft is one; copies have no block that would limit fixed rounds.
+
+    Raises ConfigError for a width that has no effect.
+    """
+    drafting = drafting or Drafting()
+    drafting = dataclasses.replace(drafting, width=drafting.width if width is None else width)
+    widest = num_rows if num_rows is None or (drafting.fixed and has_model) else max(PROBED_WIDTH, num_rows)
+    check_width(drafting.width, widest)
+    return drafting
 
 
 def make_session(
@@ -83,7 +103,7 @@ def _fresh(shared: SharedDrafter, drafting: Drafting) -> Drafter:
     limit: Callable[[int], None] | None = getattr(session, "limit_context", None)
     if limit is None:
         raise ConfigError(
-            "a draft window is for drafts of blocks on the torch backend; leave it out with this draft or backend."
+            "a draft window is for drafts of blocks, which keep context rows of their own; leave it out with this one."
         )
     limit(window)
     return session

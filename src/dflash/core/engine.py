@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from jinja2 import TemplateError
@@ -30,6 +30,9 @@ from dflash.core.stopping import StopRule
 from dflash.core.text import IncrementalText
 from dflash.errors import ConfigError, PromptError
 from dflash.types import Drafting, Result, Round, SamplingParams, Stats
+
+if TYPE_CHECKING:
+    from dflash.core.calibration import Device
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,15 @@ class StreamEvent:
 class TargetSession(Target, Protocol):
     """A target's session as an engine holds it."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens = position of the anchor."""
+        ...
+
+    def return_at_least(self, num_keys: int) -> None:
+        """Let exact forwards attend over at least `num_keys` keys, as they will late in a long text."""
+        ...
+
     def close(self) -> None:
         """Free the state."""
         ...
@@ -102,6 +114,11 @@ class SharedTarget(Protocol):
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Context limit in tokens."""
         ...
 
     def session(self, *, exact: bool = True, features: bool = True) -> TargetSession:
@@ -150,6 +167,10 @@ class Engine(ABC):
     @abstractmethod
     def as_numpy(self, logits: Any) -> NDArray[np.float32]:
         """Logits of this backend in the host's memory."""
+
+    @abstractmethod
+    def device(self) -> Device:
+        """What costs depend on here besides `info`, and how to wait until all work is done."""
 
     def profiling_clock(self) -> Clock:
         """Seconds, read when the device has done all it was given; here for devices that never lag behind the host."""

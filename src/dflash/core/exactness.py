@@ -18,6 +18,8 @@ LONGER = (256, 640)
 keys into."""
 PROBED_WIDTH = 16
 """Rows of the widest forward that the load-time probe covers; a wider block is probed at its own width."""
+WIDEST_ON_DEVICES = 64
+"""Rows of the widest forward on devices where rows cost next to nothing and bits are not promised."""
 NUM_FIRST = 4
 """Tokens that are tried among equal and among different ones."""
 

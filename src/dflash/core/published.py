@@ -6,10 +6,13 @@ checkpoint says differently is reported, since repositories change in place.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dflash.core.draft_config import DraftConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,3 +167,10 @@ def published_as(draft: str) -> PublishedDraft | None:
     """The entry of a draft's own hub id."""
     name = draft.partition("@")[0].lower()
     return next((entry for entry in PUBLISHED if entry.draft.lower() == name), None)
+
+
+def warn_of_changes(draft: str, config: DraftConfig) -> None:
+    """Log where a published draft no longer says what it said."""
+    known = published_as(draft)
+    for difference in known.differences(config) if known is not None else ():
+        logger.warning("draft '%s' is not as it was published: %s. Pin a revision (@...).", draft, difference)

@@ -15,6 +15,7 @@ mx = pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]
 
 from dflash.backends.mlx.draft_loading import load_described  # noqa: E402
 from dflash.backends.mlx.drafters.block import BlockSession  # noqa: E402
+from dflash.backends.mlx.drafters.dflash import DFlashSession  # noqa: E402
 from dflash.backends.mlx.drafters.dspark import DSparkSession  # noqa: E402
 from dflash.backends.torch.draft_model import DraftModel as TorchDraftModel  # noqa: E402
 from dflash.backends.torch.drafters.dspark import DSparkSession as TorchDSparkSession  # noqa: E402
@@ -23,6 +24,7 @@ from dflash.core.draft_reader import DraftDescription  # noqa: E402
 from dflash.core.safetensors_files import stored_tensors  # noqa: E402
 from dflash.errors import CheckpointError  # noqa: E402
 from dflash.registry import DRAFTERS, MLX_DRAFTERS, load_attribute  # noqa: E402
+from dflash.types import CandidateTable  # noqa: E402
 from tests.backends.test_draft_networks import (  # noqa: E402
     BACKBONES,
     BASE,
@@ -130,11 +132,62 @@ def test_states_logits_and_proposals_are_those_of_torch(case: str, tmp_path: Pat
         assert len(proposal.tokens) == len(expected) == config.max_proposal
         num_same += tuple(proposal.tokens) == expected
         assert tuple(ours.propose(anchor, 2).tokens) == expected[:2]
+        same_table(theirs.candidates(anchor, BLOCK, 3), ours.candidates(anchor, BLOCK, 3))
         if isinstance(ours, DSparkSession) and isinstance(theirs, TorchDSparkSession):
             np.testing.assert_allclose(
                 ours.confidences(anchor, expected), theirs.confidences(anchor, expected), rtol=1e-3, atol=1e-4
             )
     assert num_same == 7
+
+
+def same_table(expected: CandidateTable, found: CandidateTable) -> None:
+    """The same candidates in the same order, unless two are equally likely, with the same chances."""
+    np.testing.assert_allclose(found.log_probs, expected.log_probs, rtol=1e-3, atol=1e-3)
+    assert [ids[0] for ids in found.ids] == [ids[0] for ids in expected.ids]
+    same = [mine == theirs for mine, theirs in zip(map(tuple, found.ids), map(tuple, expected.ids), strict=True)]
+    assert sum(same) >= len(same) - 1
+    if not expected.transitions:
+        assert not found.transitions
+    elif all(same):
+        assert found.transitions is not None
+        np.testing.assert_allclose(found.transitions, expected.transitions, rtol=2e-3, atol=2e-3)
+
+
+def test_scores_are_the_logits_and_their_ids(tmp_path: Path) -> None:
+    """Guards against a check that fits temperatures to rows of other tokens."""
+    theirs, ours = sessions(BASE, tmp_path, (3, 5, 8, 13, 21, BASE.mask_token_id))
+    features = torch.randn(9, 2 * H, generator=torch.Generator().manual_seed(2))
+    theirs.observe(tokens(9), features)
+    ours.observe(tokens(9), mx.array(features.numpy()))
+    assert isinstance(ours, DFlashSession)
+    (expected, expected_ids), (found, ids) = theirs.scores(4), ours.scores(4)
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-3)
+    assert ids is not None
+    assert ids.tolist() == expected_ids.tolist() == [3, 5, 8, 13, 21]
+
+
+@pytest.mark.parametrize("case", ["plain", *[name for name in BACKBONES if "window" in name or "causal" in name]])
+@pytest.mark.parametrize("window", [1, 9, 1000])
+def test_the_draft_window_is_that_of_torch(case: str, window: int, tmp_path: Path) -> None:
+    """Guards against a window that is one row off, moves positions, widens the windows a draft was trained with, or
+    loses rows that it still needs when its storage moves up; over a context much longer than the window."""
+    config = dataclasses.replace(BASE, **BACKBONES.get(case, {}))
+    theirs, ours = sessions(config, tmp_path, None)
+    theirs.limit_context(window)
+    ours.limit_context(window)
+    features = torch.randn(330, 2 * H, generator=torch.Generator().manual_seed(9))
+    start = 0
+    for size in (5, 1, 150, 4, 100, 70):
+        rows = features[start : start + size]
+        theirs.observe(tokens(size), rows)
+        ours.observe(tokens(size), mx.array(rows.numpy()))
+        start += size
+        with torch.inference_mode():
+            hidden = theirs._hidden(start % 90)
+        np.testing.assert_allclose(np.array(ours._hidden(start % 90)), hidden.numpy(), rtol=5e-4, atol=5e-4)
+    if window < 300:
+        capacity = max(state.arrays()[0].shape[2] for state in ours._states)
+        assert capacity <= 2 * 256, "rows that no block can see any more are kept"
 
 
 def test_a_part_of_the_targets_head(tmp_path: Path) -> None:

@@ -82,16 +82,17 @@ class MarkovHead(nn.Module):
         if self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
-    def latent(self, token: mx.array, hidden_H: mx.array, state_R: mx.array) -> tuple[mx.array, mx.array]:
-        """What W2 reads, [R], and the next state, for the token before the slot with state `hidden_H`."""
-        code: mx.array = self.markov_w1(token)
+    def latent(self, tokens: mx.array, hidden: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
+        """What W2 reads, [..., R], and the next state, for tokens [...] before slots with states `hidden` [..., H]."""
+        code: mx.array = self.markov_w1(tokens)
         if self.kind == "gated":
-            return mx.sigmoid(self.gate_proj(mx.concatenate([hidden_H, code]))) * code, state_R
+            return mx.sigmoid(self.gate_proj(mx.concatenate([hidden, code], axis=-1))) * code, state
         if self.kind == "rnn":
-            gate, new, out = mx.split(self.joint_proj(mx.concatenate([state_R, code, hidden_H])), 3)
+            joined = self.joint_proj(mx.concatenate([state, code, hidden], axis=-1))
+            gate, new, out = mx.split(joined, 3, axis=-1)
             share = mx.sigmoid(gate)
-            return mx.tanh(out), share * state_R + (1 - share) * mx.tanh(new)
-        return code, state_R
+            return mx.tanh(out), share * state + (1 - share) * mx.tanh(new)
+        return code, state
 
 
 class ConfidenceHead(nn.Module):

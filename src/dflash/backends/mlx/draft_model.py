@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash.backends.mlx.draft_attention import Attention, block_mask, window_of
+from dflash.backends.mlx.draft_attention import Attention, block_mask
 from dflash.backends.mlx.draft_heads import CandidateSelector, ConfidenceHead, DynamicConvolution, MarkovHead
 from dflash.backends.mlx.states.keyvalue import KeyValueState
-from dflash.core.draft_config import DraftConfig
+from dflash.core.draft_config import DraftConfig, LayerAttention
 
 
 class MLP(nn.Module):
@@ -101,12 +101,12 @@ class DraftModel(nn.Module):
         x_BH = embedded_BH
         if config.input_embedding_scale != 1:
             x_BH = x_BH * config.input_embedding_scale
-        masks: dict[object, mx.array | None] = {}
+        masks: dict[tuple[LayerAttention, int | None], mx.array | None] = {}
         for number, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
-            rules = config.attention_of(number)
-            if rules not in masks:
-                masks[rules] = block_mask(rules, window_of(config, number), state.offset, len(x_BH))
-            x_BH = layer(x_BH, state, masks[rules])
+            kind = config.attention_of(number), state.window
+            if kind not in masks:
+                masks[kind] = block_mask(*kind, state.offset, len(x_BH))
+            x_BH = layer(x_BH, state, masks[kind])
         out: mx.array = self.norm(x_BH)
         return out
 

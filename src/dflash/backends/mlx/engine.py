@@ -6,19 +6,19 @@ Requests are `core/engine.py`, decoding is `core/loop.py`, the models' files are
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash.backends.mlx.calibration import device_of
 from dflash.backends.mlx.compat import activation_dtype
 from dflash.backends.mlx.draft_loading import load_described
-from dflash.backends.mlx.drafters.block import BlockDrafter
 from dflash.backends.mlx.exactness import probe
 from dflash.backends.mlx.loading import (
     LoadedTarget,
@@ -30,18 +30,27 @@ from dflash.backends.mlx.loading import (
 )
 from dflash.backends.mlx.sampling import MLXAcceptor
 from dflash.backends.mlx.target import MLXTarget
-from dflash.core.draft_config import DraftConfig
-from dflash.core.draft_reader import DraftDescription, read_draft
+from dflash.core.adaptive import Memory
+from dflash.core.autoregressive import CHAIN
+from dflash.core.calibration import Device, load_costs
+from dflash.core.draft_reader import DraftDescription, draft_sha256, read_draft
+from dflash.core.drafting import SharedDrafter, engine_drafting
 from dflash.core.engine import Engine, EngineInfo
-from dflash.core.exactness import PROBED_WIDTH, WidthClass
+from dflash.core.exactness import PROBED_WIDTH, WIDEST_ON_DEVICES, WidthClass
+from dflash.core.language_model import check_same_tokens, folder_is_language_model
 from dflash.core.loop import Clock
-from dflash.core.pair import check_shapes, check_width
+from dflash.core.pair import check_shapes
+from dflash.core.pair_checks import TargetTokens, raw_config, token_findings, warn
+from dflash.core.published import warn_of_changes
 from dflash.errors import ConfigError
-from dflash.registry import MLX_DRAFTERS, load_attribute
+from dflash.registry import MLX_DRAFTERS, MODEL_FREE_DRAFTERS, load_attribute
 from dflash.resolve import AUTO, Progress, Source, log_steps, resolve_draft, resolve_target
 from dflash.types import Drafting, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+MakeDrafter = Callable[[MLXTarget], SharedDrafter]
+"""From the target's weights side to that of a drafter for it."""
 
 
 def load(
@@ -62,15 +71,17 @@ def load(
 
     Args:
         target: hub id, local folder (plain or quantised by mlx-lm), GGUF file or built-in name.
-        draft: the same; "auto" = the draft shipped for this target, None = plain decoding only.
+        draft: the same; "auto" = the draft shipped for this target, "ngram" = copies of earlier text only, without a
+            model, None = plain decoding only. A language model with the target's tokenizer drafts, too.
         dtype: "float32", "bfloat16" or "float16", for what is not quantised; None = as stored on a GPU, float32
             on a CPU.
         device: MLX's default device, or None.
         num_threads: None: MLX chooses by itself.
         exact: probe for the width class in which plain and speculative decoding give the same bits, and decode in it.
         trust_remote_code: run Python code that comes with the target.
-        width: most rows of a verify forward (anchor and width - 1 draft tokens); None = the draft's block.
-        drafting: how requests draft unless they say otherwise; None = the whole block in every round.
+        width: most rows of a verify forward (anchor and width - 1 draft tokens); None = as many as pay, or the block
+            where drafting is fixed.
+        drafting: how requests draft unless they say otherwise; None = by measured cost.
         kv_bits: quantise the keys and values of full attention layers to 4 or 8 bits, in plain decoding as well.
         progress: told what is being done and how much of it is finished; without it, steps are logged.
 
@@ -82,21 +93,29 @@ def load(
     check_device(device)
     chosen_dtype = choose_dtype(dtype)
     target_source = resolve_target(os.fspath(target), allow_code=trust_remote_code, progress=report)
-    draft_source = None if draft is None else resolve_draft(os.fspath(draft), target_source, progress=report)
+    draft_name = None if draft is None else os.fspath(draft)
+    model_free = MODEL_FREE_DRAFTERS.get(draft_name or "")
+    draft_source = None
+    if draft_name is not None and model_free is None:
+        draft_source = resolve_draft(draft_name, target_source, progress=report)
     # The draft's description is read first: a wrong one should not cost the loading of the target.
-    description = None if draft_source is None else read_draft(draft_source.path)
+    is_model = draft_source is not None and folder_is_language_model(draft_source.path)
+    description = None if draft_source is None or is_model else read_draft(draft_source.path)
     config = None if description is None else description.config
-    chosen = _drafting(drafting, width, config)
-    loaded = load_target(target_source, dtype=chosen_dtype, trust_remote_code=trust_remote_code, progress=report)
-    shape = MLXTarget(loaded.model, max_length=loaded.max_length).shape
     if draft_source is not None and config is not None:
-        check_shapes(config, shape, draft_name=draft_source.name, target_name=target_source.name)
+        warn_of_changes(draft_source.name, config)
+    num_rows = 1 + (config.max_proposal if config else CHAIN if is_model else 0)
+    chosen = engine_drafting(drafting, width, None if draft is None else num_rows, has_model=model_free is None)
+    loaded = load_target(target_source, dtype=chosen_dtype, trust_remote_code=trust_remote_code, progress=report)
     # Likewise the draft's weights before the probe.
-    network = None
+    make_drafter = None
     if draft_source is not None and description is not None:
-        report(f"loading draft {draft_source.name}", None)
-        network = load_described(description, _draft_dtype(loaded.model))
-    exactness = _probe(loaded, 1 + config.max_proposal if config else 1, kv_bits, report) if exact else None
+        make_drafter = _load_draft(draft_source, description, loaded, target_source.name, report)
+    elif draft_source is not None:
+        make_drafter = _load_draft_model(draft_source, loaded, target_source.name, chosen_dtype, report)
+    elif model_free is not None:
+        make_drafter = _copies(model_free)
+    exactness = _probe(loaded, num_rows, kv_bits, report) if exact else None
     shared = MLXTarget(
         loaded.model,
         max_length=loaded.max_length,
@@ -104,15 +123,39 @@ def load(
         exact_width=exactness.width if exactness else 1,
         kv_bits=kv_bits,
     )
-    drafter = None if network is None else load_attribute(MLX_DRAFTERS[network.config.kind])(network, shared)
+    drafter = None if make_drafter is None else make_drafter(shared)
+    info = _info(target_source, draft_source, description, shared, exactness, chosen.width)
+    info = info if model_free is None else dataclasses.replace(info, draft=draft_name)
+    info = dataclasses.replace(info, block_size=num_rows) if is_model else info
+    return _engine(loaded, shared, drafter, info, chosen, num_rows=num_rows, report=report)
+
+
+def _engine(
+    loaded: LoadedTarget,
+    target: MLXTarget,
+    drafter: SharedDrafter | None,
+    info: EngineInfo,
+    drafting: Drafting,
+    *,
+    num_rows: int,
+    report: Progress,
+) -> MLXEngine:
+    """The engine, with the measured costs of this pair. `num_rows`: of the draft's block."""
+    max_rows = _checked_rows(info.exactness, num_rows)
+    memory = None
+    if drafter is not None and not drafting.fixed:
+        report("measuring costs", None)
+        device = device_of(info, target.kv_bits)
+        memory = Memory(load_costs(target, drafter, info, device, max_rows=max_rows))
     return MLXEngine(
-        target=shared,
+        target=target,
         drafter=drafter,
         tokenizer=loaded.tokenizer,
         eos_ids=end_of_sequence_ids(loaded),
-        info=_info(target_source, draft_source, description, shared, exactness, chosen.width),
-        drafting=chosen,
-        max_rows=max(PROBED_WIDTH, 1 + config.max_proposal if config else 1),
+        info=info,
+        drafting=drafting,
+        memory=memory,
+        max_rows=max_rows,
     )
 
 
@@ -120,13 +163,15 @@ class MLXEngine(Engine):
     """The engine over MLX logits."""
 
     target: MLXTarget
-    drafter: BlockDrafter | None
 
     def acceptor(self, params: SamplingParams, prompt_ids: Sequence[int]) -> MLXAcceptor:
         return MLXAcceptor(params, prompt_ids, self.target.vocab_size)
 
     def as_numpy(self, logits: mx.array) -> NDArray[np.float32]:
         return np.array(logits.astype(mx.float32))
+
+    def device(self) -> Device:
+        return device_of(self.info, self.target.kv_bits)
 
     def profiling_clock(self) -> Clock:
         def clock() -> float:
@@ -143,12 +188,12 @@ def _check_options(num_threads: int | None, kv_bits: int | None) -> None:
         raise ConfigError(f"kv_bits must be 4 or 8 (or left out), not {kv_bits}.")
 
 
-def _drafting(drafting: Drafting | None, width: int | None, config: DraftConfig | None) -> Drafting:
-    chosen = drafting or Drafting(fixed=True)
-    chosen = dataclasses.replace(chosen, width=chosen.width if width is None else width)
-    num_rows = None if config is None else 1 + config.max_proposal
-    check_width(chosen.width, num_rows if num_rows is None or chosen.fixed else max(PROBED_WIDTH, num_rows))
-    return chosen
+def _checked_rows(exactness: WidthClass | None, num_rows: int) -> int:
+    """Most rows of a verify forward: those of the probe, so that no bit changes; without one, as many as it would try,
+    on a GPU more."""
+    if exactness is not None and exactness.holds:
+        return max(exactness.widths_tried)
+    return max(PROBED_WIDTH if device_name() == "cpu" else WIDEST_ON_DEVICES, num_rows)
 
 
 def _probe(loaded: LoadedTarget, num_rows: int, kv_bits: int | None, report: Progress) -> WidthClass:
@@ -167,10 +212,37 @@ def _probe(loaded: LoadedTarget, num_rows: int, kv_bits: int | None, report: Pro
     return found
 
 
-def _draft_dtype(model: nn.Module) -> mx.Dtype:
-    """float16 overflows in the feature fusion of real targets; the drafter casts at its border."""
-    dtype = activation_dtype(model)
-    return mx.float32 if dtype == mx.float16 else dtype
+def _load_draft(
+    source: Source, description: DraftDescription, target: LoadedTarget, target_name: str, report: Progress
+) -> MakeDrafter:
+    """Check a draft against its target and load its weights."""
+    config = description.config
+    shape = MLXTarget(target.model, max_length=target.max_length).shape
+    check_shapes(config, shape, draft_name=source.name, target_name=target_name)
+    tokens = TargetTokens.of_tokenizer(target.tokenizer, end_of_sequence_ids(target))
+    warn(token_findings(config.mask_token_id, raw_config(source.path), tokens))
+    report(f"loading draft {source.name}", None)
+    # float16 overflows in the feature fusion of real targets; the drafter casts at its border.
+    dtype = activation_dtype(target.model)
+    network = load_described(description, mx.float32 if dtype == mx.float16 else dtype)
+    return functools.partial(load_attribute(MLX_DRAFTERS[config.kind]), network)
+
+
+def _load_draft_model(
+    source: Source, target: LoadedTarget, target_name: str, dtype: mx.Dtype | None, report: Progress
+) -> MakeDrafter:
+    """A language model that drafts. Raises PairError unless its tokens are the target's."""
+    loaded = load_target(source, dtype=dtype, progress=report, role="draft")
+    check_same_tokens(
+        loaded.tokenizer.get_vocab(), target.tokenizer.get_vocab(), draft_name=source.name, target_name=target_name
+    )
+    model = MLXTarget(loaded.model, max_length=loaded.max_length)
+    return functools.partial(load_attribute(MLX_DRAFTERS["autoregressive"]), model)
+
+
+def _copies(reference: str) -> MakeDrafter:
+    """A drafter that needs no model, nor the target."""
+    return lambda _target: load_attribute(reference)()
 
 
 def _info(
@@ -186,7 +258,7 @@ def _info(
         target_revision=target.revision,
         draft=draft.name if draft else None,
         draft_revision=draft.revision if draft else None,
-        draft_sha256=description.weights_sha256() if description else None,
+        draft_sha256=None if draft is None else draft_sha256(draft.path, description),
         block_size=description.config.block_size if description else None,
         width=width,
         dtype=str(shared.dtype).removeprefix("mlx.core."),

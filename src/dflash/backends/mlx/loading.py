@@ -76,17 +76,19 @@ def load_target(
     dtype: mx.Dtype | None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    role: str = "target",
 ) -> LoadedTarget:
     """Load a target's weights and tokenizer (a GGUF file by way of its converted copy).
 
-    `dtype`: of the weights that are not quantised; None = as stored. Raises CheckpointError for damaged or incomplete
+    `dtype`: of the weights that are not quantised; None = as stored. `role`: what the model is to the user, for
+    messages. Raises CheckpointError for damaged or incomplete
     weights, UnsupportedModel for what mlx-lm does not know, ModelError for what cannot be read.
     """
     folder = _folder(source, progress)
     check_weight_files(folder)
     if progress is not None:
         progress(f"loading {source.name}", None)
-    with _loading_errors(source, folder):
+    with _loading_errors(f"{role} '{source.name}'", folder, is_target=role == "target"):
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         model, _ = load_model(
             folder, lazy=True, model_config=adapted_config(config), trust_remote_code=trust_remote_code
@@ -165,38 +167,40 @@ def _folder(source: Source, progress: Progress | None) -> Path:
 
 
 @contextmanager
-def _loading_errors(source: Source, folder: Path) -> Iterator[None]:
-    """Turn what mlx-lm, MLX and tokenizers raise into errors that name the cure."""
+def _loading_errors(what: str, folder: Path, *, is_target: bool) -> Iterator[None]:
+    """Turn what mlx-lm, MLX and tokenizers raise into errors that name the cure; `what`: the model, for messages."""
     try:
         yield
     except ValueError as error:
         text = _first_line(error)
         if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"target '{source.name}' brings its own Python code. Nothing of it was run; if you have read it and "
-                "trust it, pass trust_remote_code=True (--trust-remote-code)."
-            ) from error
+            cure = (
+                "if you have read it and trust it, pass trust_remote_code=True (--trust-remote-code)."
+                if is_target
+                else "use a draft without code of its own."
+            )
+            raise ModelError(f"{what} brings its own Python code. Nothing of it was run; {cure}") from error
         if "not supported" in text:
             raise UnsupportedModel(
-                f"target '{source.name}' is no language model that the installed mlx-lm knows ({text}); upgrade "
-                "mlx-lm, use --backend torch, or choose another target."
+                f"{what} is no language model that the installed mlx-lm knows ({text}); upgrade mlx-lm, use "
+                "--backend torch, or choose another one."
             ) from error
         if "parameters" in text or "shape" in text:
             raise CheckpointError(
-                f"the weights of '{source.name}' in {folder} do not fit its config.json ({text}); download it again."
+                f"the weights of {what} in {folder} do not fit its config.json ({text}); download it again."
             ) from error
-        raise _unreadable(source, folder, error) from error
+        raise _unreadable(what, folder, error) from error
     except RuntimeError as error:
         raise CheckpointError(
-            f"the weights of '{source.name}' in {folder} are damaged ({_first_line(error)}); download it again."
+            f"the weights of {what} in {folder} are damaged ({_first_line(error)}); download it again."
         ) from error
     except (OSError, KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(source, folder, error) from error
+        raise _unreadable(what, folder, error) from error
 
 
-def _unreadable(source: Source, folder: Path, error: BaseException) -> ModelError:
+def _unreadable(what: str, folder: Path, error: BaseException) -> ModelError:
     return ModelError(
-        f"target '{source.name}' in {folder} cannot be read ({type(error).__name__}: {_first_line(error)}); "
+        f"{what} in {folder} cannot be read ({type(error).__name__}: {_first_line(error)}); "
         "check that it holds config.json, safetensors weights and a tokenizer."
     )
 

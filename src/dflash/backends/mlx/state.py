@@ -71,6 +71,16 @@ class SessionCache:
         """Whether every state can keep a part of a forward."""
         return all(layer.keeps_prefixes for layer in self.layers)
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether every state can take committed tokens back (`rewind`)."""
+        return all(layer.rewinds for layer in self.layers)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Take all but the first `num_tokens` committed tokens back, and forget what was fed and not committed."""
+        assert self.rewinds and 0 <= num_tokens <= self.num_tokens
+        self.span.start, self.span.num_rows = num_tokens, 0
+
     def begin(self, num_rows: int, *, buckets: bool) -> None:
         """Prepare a forward of `num_rows` rows behind the committed ones; what the last one fed and nobody committed is
         forgotten. `buckets`: attention gets whole buckets of keys, the unused ones masked."""

@@ -155,6 +155,16 @@ class MLXTargetSession:
         """Committed tokens = position of the anchor."""
         return self._cache.num_tokens
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether every layer state can take committed tokens back (`rewind`)."""
+        return self._cache.rewinds
+
+    def rewind(self, num_tokens: int) -> None:
+        """Take all but the first `num_tokens` committed tokens back; only where `rewinds` says so."""
+        self._cache.rewind(num_tokens)
+        self._num_fed = 0
+
     def return_at_least(self, num_keys: int) -> None:
         """Let exact forwards attend over at least `num_keys` keys, as they will late in a long text (the probe)."""
         self._cache.return_at_least(num_keys)
@@ -188,6 +198,16 @@ class MLXTargetSession:
         assert logits is not None
         self._num_fed = 0
         return Verdict(logits, mx.concatenate(pieces) if pieces else None)
+
+    def extend(self, ids: mx.array) -> mx.array:
+        """Feed and commit a few token ids [rows] that the device may still be computing; logits [V] of the last one.
+        Nothing is waited for."""
+        assert 0 < self._cache.num_tokens + len(ids) <= self.max_length, "extend needs room in the context"
+        self._cache.begin(len(ids), buckets=False)
+        logits, _ = self._forward(ids)
+        self._cache.commit(len(ids))
+        self._num_fed = 0
+        return logits[-1]
 
     def verify(self, anchor: int, proposal: Proposal) -> Verdict:
         """Feed anchor + proposal (a chain) without committing them; what the last verify fed and nobody committed is

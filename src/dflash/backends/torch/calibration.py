@@ -1,170 +1,19 @@
-"""Measure what forwards cost here, and remember it: seconds of verification by rows and depth, and of a draft.
+"""What makes costs on PyTorch differ from one machine to another, and how its devices are waited for.
 
-A quick measurement at load takes about a second and is kept in the cache, per machine, device, dtype, threads, target
-and draft; `dflash calibrate` takes longer and replaces it. Every width is timed in turn, several times over, and the
-least time counts, so that a busy machine lengthens the measurement's noise but hardly its result. What is still wrong
-is corrected by the rounds themselves (`core/cost.py`). Never fails: without a cache it is measured anew.
+Measuring and remembering are `core/calibration.py`'s.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-import platform
-import tempfile
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
-
 import torch
 
-from dflash import __version__
-from dflash.backends.torch.target import TorchTarget, TorchTargetSession
-from dflash.cache import cache_root
-from dflash.core.adaptive import as_asker
-from dflash.core.cost import CostCurve, CostTracker
-from dflash.core.drafting import CopyDrafter, SharedDrafter
+from dflash.backends.torch.clock import waiting_for
+from dflash.core.calibration import Device
 from dflash.core.engine import EngineInfo
-from dflash.types import Proposal
-
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-SHALLOW, DEEP = 64, 2048
-"""Depths of the measurement, in tokens; the deep one only where forwards may attend to unused keys (exact mode)."""
-QUICK_SECONDS = 1.2
-"""Time after which a quick measurement starts no further sweep."""
-LEAST_SWEEPS = 2
-
-Clock = Callable[[], float]
 
 
-def load_costs(target: TorchTarget, drafter: SharedDrafter, info: EngineInfo, *, max_rows: int) -> CostTracker:
-    """The costs of this pair on this machine: from the cache, else measured quickly and kept there."""
-    path = costs_path(info, max_rows)
-    curves = _read(path)
-    if curves is None:
-        curves = measure(target, drafter, exact=info.exact, max_rows=max_rows)
-        write_costs(path, *curves)
-    return CostTracker(*curves)
-
-
-def costs_path(info: EngineInfo, max_rows: int) -> Path:
-    """The file that keeps the costs of this pair on this machine."""
-    return cache_root() / "costs" / f"{_identity(info, max_rows)}.json"
-
-
-def measure(
-    target: TorchTarget,
-    drafter: SharedDrafter | None,
-    *,
-    exact: bool,
-    max_rows: int,
-    seconds: float = QUICK_SECONDS,
-    clock: Clock = time.perf_counter,
-) -> tuple[CostCurve, CostCurve | None]:
-    """Time verify forwards and drafts of this pair; (curve of verification, curve of drafting if there is a draft).
-
-    Args:
-        exact: forwards of the bit-exact form.
-        max_rows: widest forward to time.
-        seconds: no further sweep over all widths starts after this time; at least two are made.
-    """
-    has_model = drafter is not None and not isinstance(drafter, CopyDrafter)
-    session = target.session(exact=exact, features=has_model)
-    try:
-        prompt = [index * 37 % target.vocab_size for index in range(min(SHALLOW, target.max_length // 2))]
-        verdict = session.prefill(prompt)
-        rows = [width for width in ROWS if width <= min(max_rows, target.max_length - len(prompt))]
-        draft: CostCurve | None = None
-        if drafter is not None and has_model:
-            drafting = drafter.session()
-            drafting.observe(prompt, verdict.features)
-            ask = as_asker(drafting)
-            times = [_timed(lambda: ask(prompt[0], drafting.max_proposal, 2), target, clock) for _ in range(4)]
-            draft = CostCurve((1,), (len(prompt),), ((min(times[1:]),),))
-        return _verification(session, target, rows, exact=exact, seconds=seconds, clock=clock), draft
-    finally:
-        session.close()
-
-
-def _verification(
-    session: TorchTargetSession, target: TorchTarget, rows: list[int], *, exact: bool, seconds: float, clock: Clock
-) -> CostCurve:
-    depth = session.num_tokens
-
-    def forward(width: int) -> Callable[[], object]:
-        return lambda: session.verify(1, Proposal((1,) * (width - 1))).logits[:, 0].tolist()
-
-    for width in rows:
-        forward(width)()  # warm: packed weights, buffers, masks
-    started, sweeps = clock(), 0
-    times: dict[tuple[int, int], list[float]] = {(depth, width): [] for width in rows}
-    while sweeps < LEAST_SWEEPS or clock() - started < seconds:
-        for width in rows:
-            times[depth, width].append(_timed(forward(width), target, clock))
-        sweeps += 1
-    if exact and target.max_length > DEEP + rows[-1]:
-        session.return_at_least(DEEP)
-        ends = (rows[0], rows[-1])
-        for width in ends:
-            forward(width)()
-        deep = {width: min(_timed(forward(width), target, clock) for _ in range(LEAST_SWEEPS)) for width in ends}
-        # Attention's share grows linearly in rows, so that two widths tell the others.
-        extra = [max(deep[width] - min(times[depth, width]), 0.0) for width in ends]
-        slope = (extra[1] - extra[0]) / max(ends[1] - ends[0], 1)
-        for width in rows:
-            times[DEEP, width] = [min(times[depth, width]) + max(extra[0] + slope * (width - ends[0]), 0.0)]
-    return CostCurve.fit(times)
-
-
-def _timed(work: Callable[[], object], target: TorchTarget, clock: Clock) -> float:
-    """Seconds of `work`, finished also on a device."""
-    _wait(target)
-    started = clock()
-    work()
-    _wait(target)
-    return clock() - started
-
-
-def _wait(target: TorchTarget) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-
-
-def _identity(info: EngineInfo, max_rows: int) -> str:
-    """Everything that costs depend on, as a short hash."""
-    parts: Mapping[str, Any] = {
-        "version": __version__,
-        "torch": torch.__version__,
-        "machine": [platform.node(), platform.machine(), os.cpu_count()],
-        "device": torch.cuda.get_device_name(info.device) if info.device.startswith("cuda") else info.device,
-        "threads": info.num_threads,
-        "dtype": info.dtype,
-        "target": [info.target, info.target_revision],
-        "draft": [info.draft, info.draft_sha256],
-        "exact": [info.exact, info.exactness.width if info.exactness else 0],
-        "rows": max_rows,
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def _read(path: Path) -> tuple[CostCurve, CostCurve | None] | None:
-    """The curves in a file; None if there is none or it is damaged."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        draft = raw["draft"]
-        return CostCurve.from_json(raw["verify"]), None if draft is None else CostCurve.from_json(draft)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def write_costs(path: Path, verify: CostCurve, draft: CostCurve | None) -> None:
-    """Keep the curves, whole or not at all; a cache that cannot be written is no error."""
-    text = json.dumps({"verify": verify.to_json(), "draft": None if draft is None else draft.to_json()})
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, path)
+def device_of(info: EngineInfo) -> Device:
+    """The device that an engine runs on."""
+    name = torch.cuda.get_device_name(info.device) if info.device.startswith("cuda") else info.device
+    wait = waiting_for(torch.device(info.device))
+    return Device({"torch": torch.__version__, "device": name}, *([] if wait is None else [wait]))

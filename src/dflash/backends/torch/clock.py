@@ -18,7 +18,7 @@ def synchronised_clock(
     A forward on a GPU returns before it is computed; read by the host's clock, the wait for it would count for whatever
     reads its result first. On the CPU the host's clock is right as it is. `wait` and `host` are replaced in tests.
     """
-    wait = wait or _wait_for(device)
+    wait = wait or waiting_for(device)
     if wait is None:
         return host
 
@@ -29,7 +29,7 @@ def synchronised_clock(
     return read
 
 
-def _wait_for(device: torch.device) -> Callable[[], object] | None:
+def waiting_for(device: torch.device) -> Callable[[], object] | None:
     """What blocks until `device` is idle; None for the CPU, which never computes later than it returns."""
     if device.type == "cpu":
         return None

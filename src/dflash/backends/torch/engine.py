@@ -17,10 +17,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dflash.backends.torch.calibration import load_costs
+from dflash.backends.torch.calibration import device_of
 from dflash.backends.torch.clock import synchronised_clock
 from dflash.backends.torch.draft_loading import load_described
-from dflash.backends.torch.drafters import autoregressive
 from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.loading import (
     LoadedTarget,
@@ -35,18 +34,18 @@ from dflash.backends.torch.packing import pack_linears
 from dflash.backends.torch.plain_form import packed_steps_are_faster
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
-from dflash.cache import files_sha256
 from dflash.core.adaptive import Memory
+from dflash.core.autoregressive import CHAIN
+from dflash.core.calibration import Device, load_costs
 from dflash.core.draft_config import DraftConfig
-from dflash.core.draft_reader import DraftDescription, read_draft
-from dflash.core.drafting import SharedDrafter
+from dflash.core.draft_reader import DraftDescription, draft_sha256, read_draft
+from dflash.core.drafting import SharedDrafter, engine_drafting
 from dflash.core.engine import Engine, EngineInfo
-from dflash.core.exactness import PROBED_WIDTH, WidthClass
+from dflash.core.exactness import PROBED_WIDTH, WIDEST_ON_DEVICES, WidthClass
 from dflash.core.language_model import check_same_tokens, folder_is_language_model
 from dflash.core.loop import Clock
-from dflash.core.pair import check_width
 from dflash.core.pair_checks import TargetTokens, raw_config, token_findings, warn
-from dflash.core.published import published_as
+from dflash.core.published import warn_of_changes
 from dflash.registry import DRAFTERS, MODEL_FREE_DRAFTERS, load_attribute
 from dflash.resolve import AUTO, Progress, Source, log_steps, resolve_draft, resolve_target
 from dflash.types import Drafting, SamplingParams
@@ -55,9 +54,6 @@ logger = logging.getLogger(__name__)
 
 MakeDrafter = Callable[[TorchTarget], SharedDrafter]
 """From the target's weights side to that of a drafter for it."""
-
-_WIDEST_ON_DEVICES = 64
-"""Rows of the widest forward on devices where rows cost next to nothing."""
 
 
 def load(
@@ -108,9 +104,9 @@ def load(
     description = None if draft_source is None or is_model else read_draft(draft_source.path)
     config = None if description is None else description.config
     if draft_source is not None and config is not None:
-        _report_changes(draft_source, config)
-    num_rows = 1 + (config.max_proposal if config else autoregressive.CHAIN if is_model else 0)
-    chosen = _drafting(drafting, width, None if draft is None else num_rows, has_model=model_free is None)
+        warn_of_changes(draft_source.name, config)
+    num_rows = 1 + (config.max_proposal if config else CHAIN if is_model else 0)
+    chosen = engine_drafting(drafting, width, None if draft is None else num_rows, has_model=model_free is None)
     loaded = load_target(
         target_source,
         dtype=chosen_dtype,
@@ -167,7 +163,7 @@ def _engine(
     memory = None
     if drafter is not None and not drafting.fixed:
         report("measuring costs", None)
-        memory = Memory(load_costs(target, drafter, info, max_rows=max_rows))
+        memory = Memory(load_costs(target, drafter, info, device_of(info), max_rows=max_rows))
     return TorchEngine(
         target=target,
         drafter=drafter,
@@ -178,15 +174,6 @@ def _engine(
         memory=memory,
         max_rows=max_rows,
     )
-
-
-def _drafting(drafting: Drafting | None, width: int | None, num_rows: int | None, *, has_model: bool) -> Drafting:
-    """The choices with their width. `num_rows`: of the draft's block; None = no draft. Raises ConfigError."""
-    chosen = drafting or Drafting()
-    chosen = dataclasses.replace(chosen, width=chosen.width if width is None else width)
-    widest = num_rows if num_rows is None or (chosen.fixed and has_model) else max(PROBED_WIDTH, num_rows)
-    check_width(chosen.width, widest)
-    return chosen
 
 
 class TorchEngine(Engine):
@@ -202,22 +189,18 @@ class TorchEngine(Engine):
         numbers: NDArray[np.float32] = logits.float().cpu().numpy()
         return numbers
 
+    def device(self) -> Device:
+        return device_of(self.info)
+
     def profiling_clock(self) -> Clock:
         return synchronised_clock(self.target.device)
-
-
-def _report_changes(source: Source, config: DraftConfig) -> None:
-    """Warn where a published draft no longer says what it said: repositories change in place."""
-    known = published_as(source.name)
-    for difference in known.differences(config) if known is not None else ():
-        logger.warning("draft '%s' is not as it was published: %s. Pin a revision (@...).", source.name, difference)
 
 
 def _checked_rows(target: TorchTarget, exactness: WidthClass | None, num_rows: int) -> int:
     """Most rows of a verify forward: those of the probe, so that no bit changes; without one, what a device takes."""
     if exactness is not None and exactness.holds:
         return max(exactness.widths_tried)
-    return max(PROBED_WIDTH if target.device.type == "cpu" else _WIDEST_ON_DEVICES, num_rows)
+    return max(PROBED_WIDTH if target.device.type == "cpu" else WIDEST_ON_DEVICES, num_rows)
 
 
 def _probe(model: Any, num_rows: int, report: Progress) -> WidthClass:
@@ -275,7 +258,7 @@ def _info(
         target_revision=target.revision,
         draft=draft.name if draft else None,
         draft_revision=draft.revision if draft else None,
-        draft_sha256=None if draft is None else _weights_sha256(draft, description),
+        draft_sha256=None if draft is None else draft_sha256(draft.path, description),
         block_size=description.config.block_size if description else None,
         width=width,
         dtype=str(shared.dtype).removeprefix("torch."),
@@ -284,8 +267,3 @@ def _info(
         exactness=exactness,
         packs_single=shared.packs_single,
     )
-
-
-def _weights_sha256(source: Source, description: DraftDescription | None) -> str:
-    """Of the weights file; of the files' hashes in order where there are several."""
-    return files_sha256(source.path.glob("*.safetensors")) if description is None else description.weights_sha256()

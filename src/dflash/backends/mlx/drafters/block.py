@@ -13,11 +13,12 @@ import mlx.core as mx
 
 from dflash.backends.mlx.draft_attention import window_of
 from dflash.backends.mlx.draft_model import DraftModel
+from dflash.backends.mlx.drafters.table import candidate_table
 from dflash.backends.mlx.states.base import Span
 from dflash.backends.mlx.states.keyvalue import KeyValueState
 from dflash.backends.mlx.target import MLXTarget
 from dflash.backends.mlx.tokens import DeviceTokens
-from dflash.types import Proposal
+from dflash.types import CandidateTable, Proposal
 
 
 class BlockDrafter:
@@ -90,6 +91,14 @@ class BlockSession:
             KeyValueState(self._span, window_of(config, number)) for number in range(config.num_hidden_layers)
         ]
 
+    def limit_context(self, num_rows: int) -> None:
+        """Let layers with full attention see the newest `num_rows` context rows only, and keep no others: a block then
+        costs the same at any length of the text. Layers with a window of their own keep it. Before the first token."""
+        assert not self._span.start, "rows that were left out cannot come back"
+        for state in self._states:
+            if state.window is None:
+                state.window = num_rows + 1  # counted with the anchor's slot
+
     @property
     def max_proposal(self) -> int:
         """Most tokens one block proposes."""
@@ -110,6 +119,16 @@ class BlockSession:
         tokens = self._pick(hidden_TH, self._shared.logits(hidden_TH), anchor)
         mx.async_eval(tokens)
         return Proposal(DeviceTokens(tokens))
+
+    def candidates(self, anchor: int, budget: int, count: int) -> CandidateTable:
+        """The `count` best candidates of each of the first `budget` predicting slots, for chains and trees. Waits for
+        the device: how much is fed depends on them."""
+        hidden_TH = self._hidden(anchor)[: min(budget, self.max_proposal)]
+        return self._table(hidden_TH, self._shared.logits(hidden_TH), anchor, count)
+
+    def _table(self, hidden_TH: mx.array, logits_TK: mx.array, anchor: int, count: int) -> CandidateTable:
+        """Turn them into candidates; here of slots that do not depend on one another."""
+        return candidate_table(logits_TK, self._shared.token_ids_K, count)
 
     def _pick(self, hidden_TH: mx.array, logits_TK: mx.array, anchor: int) -> mx.array:
         """Turn the states and logits of the predicting slots into tokens [T]."""

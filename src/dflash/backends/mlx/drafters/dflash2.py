@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from dflash.backends.mlx.drafters import transitions
 from dflash.backends.mlx.drafters.block import BlockDrafter, BlockSession
+from dflash.types import CandidateTable
 
 
 class DFlash2Drafter(BlockDrafter):
@@ -33,3 +35,12 @@ class DFlash2Session(BlockSession):
             picked = best_C[picked]
             tokens.append(candidates_C[picked])
         return mx.stack(tokens)
+
+    def _table(self, hidden_TH: mx.array, logits_TK: mx.array, anchor: int, count: int) -> CandidateTable:
+        shared, config = self._shared, self._shared.network.config
+        if not config.selector_rank:
+            return super()._table(hidden_TH, logits_TK, anchor, count)
+        selector, num_scored = shared.network.candidate_selector, config.selector_top_k
+        return transitions.selected(
+            selector, hidden_TH, logits_TK, shared.token_ids_K, anchor, num_scored=num_scored, count=count
+        )

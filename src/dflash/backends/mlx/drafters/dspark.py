@@ -11,8 +11,10 @@ from typing import Any
 import mlx.core as mx
 
 from dflash.backends.mlx.draft_model import DraftModel
+from dflash.backends.mlx.drafters import transitions
 from dflash.backends.mlx.drafters.block import BlockDrafter, BlockSession
 from dflash.backends.mlx.target import MLXTarget
+from dflash.types import CandidateTable
 
 
 class DSparkDrafter(BlockDrafter):
@@ -52,6 +54,13 @@ class DSparkSession(BlockSession):
             token = shared.tokens(mx.argmax(logits_K + weight_KR @ latent_R))
             tokens.append(token)
         return mx.stack(tokens)
+
+    def _table(self, hidden_TH: mx.array, logits_TK: mx.array, anchor: int, count: int) -> CandidateTable:
+        weight_KR, tokens_K = self._dspark.markov_KR, self._shared.token_ids_K
+        if weight_KR is None:
+            return super()._table(hidden_TH, logits_TK, anchor, count)
+        head = self._shared.network.markov_head
+        return transitions.markov(head, weight_KR, hidden_TH, logits_TK, tokens_K, anchor, count=count)
 
     def confidences(self, anchor: int, tokens: Sequence[int]) -> tuple[float, ...]:
         """Probability, for each proposed token, of being accepted if all before it are; () without such a head."""

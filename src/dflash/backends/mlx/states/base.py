@@ -39,6 +39,9 @@ class LayerState(ABC):
     """Whether `commit` can keep a part of the fed rows; if not, it puts the state back to the start of the forward, and
     the kept rows are fed again."""
 
+    rewinds = False
+    """Whether committed rows can be taken back by moving the shared length alone."""
+
     span: Span
 
     @property

@@ -16,6 +16,7 @@ class HybridState(LayerState):
         self.span = span
         self.parts = tuple(parts)
         self.keeps_prefixes = all(part.keeps_prefixes for part in parts)
+        self.rewinds = all(part.rewinds for part in parts)
 
     def __getitem__(self, index: int) -> LayerState:
         return self.parts[index]

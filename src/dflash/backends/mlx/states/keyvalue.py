@@ -29,6 +29,7 @@ class KeyValueState(LayerState):
         """`window`: keys that a row sees at most, itself included; None = the whole context."""
         self.span = span
         self.window = window
+        self.rewinds = window is None  # a window's storage drops what it has left behind
         self.keys: Stored | None = None
         self.values: Stored | None = None
         self._base = 0  # position of the first stored row; whole buckets
