@@ -74,7 +74,9 @@ DRAFTS: Mapping[str, ShippedDraft] = MappingProxyType(
 
 DIALECTS: Mapping[str, str] = MappingProxyType(
     {
+        "speculators-eagle3": "dflash.core.dialects.speculators_eagle3:DIALECT",
         "speculators": "dflash.core.dialects.speculators:DIALECT",
+        "eagle3": "dflash.core.dialects.eagle3:DIALECT",
         "refused": "dflash.core.dialects.refused:DIALECT",
         "modelopt": "dflash.core.dialects.modelopt:DIALECT",
         "specforge": "dflash.core.dialects.specforge:DIALECT",
@@ -94,6 +96,7 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
         "dflash": "dflash.backends.torch.drafters.dflash:DFlashDrafter",
         "dflash2": "dflash.backends.torch.drafters.dflash2:DFlash2Drafter",
         "dspark": "dflash.backends.torch.drafters.dspark:DSparkDrafter",
+        "eagle3": "dflash.backends.torch.drafters.eagle3:Eagle3Drafter",
         "autoregressive": "dflash.backends.torch.drafters.autoregressive:AutoregressiveDrafter",
     }
 )

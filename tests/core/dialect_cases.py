@@ -28,6 +28,7 @@ from tests.core.draft_folders import (
     v1_tensors,
     write_draft,
 )
+from tests.core.eagle3_cases import EAGLE3_CASES
 
 V1 = DraftConfig(
     **SIZES, rope_theta=1e6, block_size=BLOCK, mask_token_id=MASK, target_layer_ids=TAPS, num_target_layers=36
@@ -248,6 +249,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Tensors, DraftConfig]] = {
         TRANSFORMERS,
         changed(layer_attention=(LayerAttention(window=65),) * LAYERS),
     ),
+    **EAGLE3_CASES,
 }
 
 

@@ -121,8 +121,8 @@ REFUSED: dict[str, tuple[dict[str, Any], Tensors, str]] = {
     "gated": ({**PLAIN, **IDS}, v1_tensors() | tensors(layers__0__self_attn__g_proj__weight=(3, 3)), "Laguna"),
     "Gemma": ({**PLAIN, **IDS, "architectures": ["Gemma4DSparkModel"]}, v1_tensors(), "Gemma 4's layers"),
     "Qwen3.5": ({**PLAIN, **IDS, "architectures": ["Qwen35DSparkModel"]}, v1_tensors(), "offset norms"),
-    "EAGLE": ({**PLAIN, **IDS, "architectures": ["LlamaForCausalLMEagle3"]}, v1_tensors(), "EAGLE"),
-    "Speculators EAGLE": (proposing(3, "eagle3"), v1_tensors(), "'eagle3'"),
+    "EAGLE": ({**PLAIN, **IDS, "architectures": ["EagleLlamaModel"]}, v1_tensors(), "EAGLE"),
+    "P-EAGLE": (proposing(3, "peagle"), v1_tensors(), "'peagle'"),
     "lossy": (
         speculators(speculators_config={"algorithm": "dflash", "proposal_methods": [{"verifier_accept_k": 3}]}),
         v1_tensors(),

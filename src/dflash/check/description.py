@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dflash.core.draft_config import DraftConfig
+from dflash.core.eagle3_config import Eagle3Config
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,12 @@ class PairFacts:
 
 def describe(config: DraftConfig, facts: PairFacts) -> list[Row]:
     """All rows, target first."""
-    rows = [*_target_rows(facts), *_draft_rows(config, facts), *_attention_rows(config), *_scale_rows(config)]
+    how = _eagle3_rows(config) if isinstance(config, Eagle3Config) else (*_attention_rows(config), *_scale_rows(config))
+    rows = [*_target_rows(facts), *_draft_rows(config, facts), *how]
     keys = {
         "taps": "target_layer_ids",
         "block": "block_size",
+        "chain": "block_size",
         "mask id": "mask_token_id",
         "rope": "rope_theta",
         "anchor": "sample_from_anchor",
@@ -80,15 +83,37 @@ def _draft_rows(config: DraftConfig, facts: PairFacts) -> Iterator[Row]:
     taps = config.target_layer_ids
     yield Row("taps", f"{_listed(taps)}: outputs of these decoder layers, counted from 0")
     yield Row("taps elsewhere", f"{_listed([tap + 1 for tap in taps])} where layers are named by what enters them")
-    yield Row("block", f"{config.block_size} slots, at most {config.max_proposal} draft tokens")
-    anchor = "slot 0 predicts, slot i the token at n + i + 1" if config.anchor_predicts else "slot 0 holds the anchor, "
-    yield Row("anchor", anchor if config.anchor_predicts else f"{anchor}slot i predicts the token at n + i")
-    yield Row("mask id", f"{config.mask_token_id} {facts.mask_token!r}")
+    if isinstance(config, Eagle3Config):
+        yield Row("chain", f"at most {config.max_proposal} draft tokens, one step of the draft each")
+    else:
+        yield from _block_rows(config, facts)
     scored = facts.num_scored
     part = "all" if scored >= facts.target_vocabulary - 1 else f"{scored / facts.target_vocabulary:.0%}"
     yield Row("vocabulary", f"{scored} of {facts.target_vocabulary} tokens can be proposed ({part})")
     yield Row("embedding", "the draft's own" if config.owns_embedding else "the target's")
     yield Row("head", "the draft's own" if config.owns_head else "the target's")
+
+
+def _block_rows(config: DraftConfig, facts: PairFacts) -> Iterator[Row]:
+    yield Row("block", f"{config.block_size} slots, at most {config.max_proposal} draft tokens")
+    anchor = "slot 0 predicts, slot i the token at n + i + 1" if config.anchor_predicts else "slot 0 holds the anchor, "
+    yield Row("anchor", anchor if config.anchor_predicts else f"{anchor}slot i predicts the token at n + i")
+    yield Row("mask id", f"{config.mask_token_id} {facts.mask_token!r}")
+
+
+def _eagle3_rows(config: Eagle3Config) -> Iterator[Row]:
+    norms = {"": "no norm", "whole": "one norm over all taps", "each": "a norm on each tap"}
+    yield Row("fusion", f"{norms[config.fused_norm]} before fc ({config.fc_in_features} to {config.hidden_size})")
+    yield Row("residual", "the normed hidden state" if config.norm_before_residual else "the hidden state as it is")
+    fed = "its normed output, which the head reads" if config.feeds_normed else "its output before the norm"
+    yield Row("fed back", f"{fed}; true features after each verification")
+    if config.head_norms:
+        yield Row("head norms", "queries and keys are normed per head")
+    scaling = f", linear factor {config.rope_factor:g}" if config.rope_factor != 1 else ""
+    scaling += f", Llama 3.1's scaling by {config.llama3.factor:g}" if config.llama3 is not None else ""
+    scaling += f", YaRN factor {config.yarn.factor:g}" if config.yarn is not None else ""
+    pairs = ", neighbouring pairs" if config.rope_interleaved else ""
+    yield Row("rope", f"theta {config.rope_theta:g}{scaling}{pairs}")
 
 
 def _attention_rows(config: DraftConfig) -> Iterator[Row]:

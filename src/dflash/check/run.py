@@ -91,6 +91,7 @@ def _check_loaded(
     work: tuple[Sequence[Conversation], int, Progress],
 ) -> CheckReport:
     prompts, max_new_tokens, progress = work
+    description = description.for_target(engine.target.num_layers)
     config, info = description.config, engine.info
     findings += [Finding("note", "reading", note) for note in description.notes]
     published = None if info.draft is None else published_as(info.draft)
@@ -120,7 +121,7 @@ def _facts(engine: TorchEngine, description: DraftDescription, mode: str | None)
     info, shared, config = engine.info, engine.target, description.config
     template = engine.tokenizer.chat_template
     vocabulary = description.vocabulary
-    mask = str(engine.tokenizer.decode([config.mask_token_id]))
+    mask = str(engine.tokenizer.decode([config.mask_token_id])) if config.mask_token_id >= 0 else ""
     return PairFacts(
         target=info.target,
         target_revision=info.target_revision,
@@ -136,5 +137,5 @@ def _facts(engine: TorchEngine, description: DraftDescription, mode: str | None)
         origins=description.origins,
         mask_token=mask,
         trained_for=mode,
-        num_scored=len(set(vocabulary) - {config.mask_token_id}) if vocabulary is not None else shared.vocab_size - 1,
+        num_scored=len(set(range(shared.vocab_size) if vocabulary is None else vocabulary) - {config.mask_token_id}),
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from dflash.backends.torch.draft_model import DraftModel
 from dflash.backends.torch.drafters.block import BlockDrafter
+from dflash.backends.torch.drafters.eagle3 import Eagle3Drafter
 from dflash.backends.torch.engine import TorchEngine
 from dflash.backends.torch.target import TorchTarget, TorchTargetSession
 from dflash.check.measures import FloatArray
@@ -25,7 +26,7 @@ class TorchSubject:
 
     def __init__(self, engine: TorchEngine, max_new_tokens: int) -> None:
         drafter = engine.drafter
-        assert isinstance(drafter, BlockDrafter)
+        assert isinstance(drafter, BlockDrafter | Eagle3Drafter)
         self._engine = engine
         self._params = SamplingParams(max_new_tokens=max_new_tokens)
         taps = engine.target.taps
@@ -36,7 +37,7 @@ class TorchSubject:
         self._sessions: list[TorchTargetSession] = []
         own = self._columns(taps)
         self.variants = {CONFIGURED: Variant(drafter.session, own)}
-        other = other_reading(drafter, engine.target)
+        other = other_reading(drafter, engine.target) if isinstance(drafter, BlockDrafter) else None
         if other is not None:
             self.variants[OTHER_READING] = Variant(other.session, own)
         for name, ids in shifted.items():

@@ -123,20 +123,13 @@ class DraftConfig:
     """DSpark: whether that head reads the predecessor's Markov code too."""
 
     def __post_init__(self) -> None:
-        # One spelling of the plain case, so that equal networks have equal descriptions.
-        if all(layer == FULL_ATTENTION for layer in self.layer_attention):
-            object.__setattr__(self, "layer_attention", ())
-        if self.target_hidden_size == self.hidden_size:
-            object.__setattr__(self, "target_hidden_size", None)
-        if self.draft_vocab_size == self.vocab_size:
-            object.__setattr__(self, "draft_vocab_size", None)
-        if self.sliding_rope_theta == self.rope_theta:
-            object.__setattr__(self, "sliding_rope_theta", None)
-        _check_sizes(self)
+        write_once(self)
+        check_attention_sizes(self)
         _check_block(self)
-        _check_taps(self)
+        check_taps(self)
         _check_attention(self)
         _check_heads(self)
+        check_vocabulary(self)
 
     @property
     def kind(self) -> str:
@@ -169,6 +162,10 @@ class DraftConfig:
         slides = self.attention_of(layer).window is not None
         return self.sliding_rope_theta if slides and self.sliding_rope_theta is not None else self.rope_theta
 
+    def for_target(self, num_layers: int) -> DraftConfig:
+        """The description for a target of so many layers; another one only where taps depend on its depth."""
+        return self
+
     def to_json(self) -> dict[str, Any]:
         """The config.json of this draft in the z-lab layout (DFlash and DFlash 2; readable by other engines)."""
         from dflash.core.dialects.zlab import write_config
@@ -176,7 +173,20 @@ class DraftConfig:
         return write_config(self)
 
 
-def _check_sizes(config: DraftConfig) -> None:
+def write_once(config: DraftConfig) -> None:
+    """Give the plain case one spelling, so that equal networks have equal descriptions."""
+    if all(layer == FULL_ATTENTION for layer in config.layer_attention):
+        object.__setattr__(config, "layer_attention", ())
+    if config.target_hidden_size == config.hidden_size:
+        object.__setattr__(config, "target_hidden_size", None)
+    if config.draft_vocab_size == config.vocab_size:
+        object.__setattr__(config, "draft_vocab_size", None)
+    if config.sliding_rope_theta == config.rope_theta:
+        object.__setattr__(config, "sliding_rope_theta", None)
+
+
+def check_attention_sizes(config: DraftConfig) -> None:
+    """Raise CheckpointError for sizes and factors that no layer can have."""
     names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
     names += ["intermediate_size", "vocab_size", "rms_norm_eps", "rope_theta", "input_embedding_scale"]
     names += ["output_multiplier"]
@@ -208,7 +218,8 @@ def _check_block(config: DraftConfig) -> None:
         )
 
 
-def _check_taps(config: DraftConfig) -> None:
+def check_taps(config: DraftConfig) -> None:
+    """Raise CheckpointError unless the taps are increasing layers that the target has."""
     ids = config.target_layer_ids
     if not ids:
         raise CheckpointError("target_layer_ids is empty; write the tapped layers the draft was trained with.")
@@ -257,6 +268,10 @@ def _check_heads(config: DraftConfig) -> None:
         raise CheckpointError("confidence_head_with_markov needs a Markov head and a confidence head.")
     if (config.conv_kernel_size or config.selector_rank) and (config.markov_rank or config.confidence_head):
         raise CheckpointError("a draft with both DFlash 2's and DSpark's heads is no kind that is known.")
+
+
+def check_vocabulary(config: DraftConfig) -> None:
+    """Raise CheckpointError for a reduced vocabulary without a head of that size."""
     if config.draft_vocab_size is not None and not (config.owns_head and config.draft_vocab_size < config.vocab_size):
         raise CheckpointError(
             f"draft_vocab_size {config.draft_vocab_size} needs a head of that size in the checkpoint, and must be "

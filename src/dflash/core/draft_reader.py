@@ -47,6 +47,10 @@ class DraftDescription:
     vocabulary: tuple[int, ...] | None
     """Target ids that the draft scores, ascending (row j of its head stands for the j-th); None = all."""
 
+    def for_target(self, num_layers: int) -> DraftDescription:
+        """The same with taps that depend on the target's depth filled in. Raises PairError where there are none."""
+        return dataclasses.replace(self, config=self.config.for_target(num_layers))
+
     def weights_sha256(self) -> str:
         """Of the weights file; of the files' hashes in order where there are several."""
         return files_sha256({tensor.file for tensor in self.tensors.values()})
@@ -165,6 +169,12 @@ def _canonical_names(dialect: Dialect, stored: Mapping[str, StoredTensor], sourc
 def _vocabulary(folder: Path, config: DraftConfig, skipped: Mapping[str, StoredTensor]) -> tuple[int, ...] | None:
     """From our own file, or from the table of offsets of a reduced head: row j stands for id j + d2t[j]."""
     if config.draft_vocab_size is None:
+        full = skipped.get(DRAFT_TO_TARGET)
+        if full is not None and read_integers(full).any():
+            raise CheckpointError(
+                f"{full.file}: {DRAFT_TO_TARGET} moves rows of a head that scores the whole vocabulary; config.json "
+                "and weights do not belong together."
+            )
         return read_draft_vocabulary(folder, config)
     offsets = read_integers(skipped[DRAFT_TO_TARGET])
     table = skipped[DRAFT_TO_TARGET].file

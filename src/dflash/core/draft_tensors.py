@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from dflash.core.draft_config import DraftConfig
+from dflash.core.eagle3_config import Eagle3Config
 from dflash.core.safetensors_files import FLOATING, StoredTensor
 from dflash.errors import CheckpointError
 
@@ -19,6 +20,9 @@ def expected_tensors(config: DraftConfig) -> Iterator[tuple[str, Shape]]:
     """Name and shape of every tensor, one by one (a hostile config may ask for any number of layers)."""
     hidden = config.hidden_size
     yield "fc.weight", (hidden, config.fc_in_features)
+    if isinstance(config, Eagle3Config):
+        yield from _eagle3(config)
+        return
     yield "hidden_norm.weight", (hidden,)
     yield "norm.weight", (hidden,)
     for number in range(config.num_hidden_layers):
@@ -28,27 +32,56 @@ def expected_tensors(config: DraftConfig) -> Iterator[tuple[str, Shape]]:
     yield from _heads(config)
 
 
-def _layer(config: DraftConfig, number: int) -> Iterator[tuple[str, Shape]]:
-    hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
+def _eagle3(config: Eagle3Config) -> Iterator[tuple[str, Shape]]:
+    """The first layer reads an embedding and a hidden state side by side; further ones are ordinary."""
+    hidden = config.hidden_size
+    yield "norm.weight", (hidden,)
+    if config.fused_norm == "whole":
+        yield "input_norm.weight", (config.fc_in_features,)
+    if config.fused_norm == "each":
+        for tap in range(config.fc_in_features // config.tap_width):
+            yield f"fc_norm.{tap}.weight", (config.tap_width,)
+    for number in range(config.num_hidden_layers):
+        if number == 0:
+            yield "layers.0.hidden_norm.weight", (hidden,)
+        attention = _attention(config, inputs=hidden if number else 2 * hidden, head_norms=config.head_norms)
+        for name, shape in (*attention, *_rest_of_layer(config)):
+            yield f"layers.{number}.{name}", shape
+    yield from _vocabulary(config)
+
+
+def _attention(config: DraftConfig, *, inputs: int, head_norms: bool) -> Iterator[tuple[str, Shape]]:
+    width = config.head_dim
     outputs = {
-        "q_proj": (config.num_attention_heads * width, hidden),
-        "k_proj": (config.num_key_value_heads * width, hidden),
-        "v_proj": (config.num_key_value_heads * width, hidden),
-        "o_proj": (hidden, config.num_attention_heads * width),
+        "q_proj": (config.num_attention_heads * width, inputs),
+        "k_proj": (config.num_key_value_heads * width, inputs),
+        "v_proj": (config.num_key_value_heads * width, inputs),
+        "o_proj": (config.hidden_size, config.num_attention_heads * width),
     }
     for name, shape in outputs.items():
         yield f"self_attn.{name}.weight", shape
         if config.attention_bias:
             yield f"self_attn.{name}.bias", shape[:1]
-    yield "self_attn.q_norm.weight", (width,)
-    yield "self_attn.k_norm.weight", (width,)
-    if config.attention_of(number).sinks:
-        yield "self_attn.attention_sink_bias", (config.num_attention_heads,)
+    if head_norms:
+        yield "self_attn.q_norm.weight", (width,)
+        yield "self_attn.k_norm.weight", (width,)
+
+
+def _rest_of_layer(config: DraftConfig) -> Iterator[tuple[str, Shape]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
     yield "mlp.gate_proj.weight", (inner, hidden)
     yield "mlp.up_proj.weight", (inner, hidden)
     yield "mlp.down_proj.weight", (hidden, inner)
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
+
+
+def _layer(config: DraftConfig, number: int) -> Iterator[tuple[str, Shape]]:
+    hidden = config.hidden_size
+    yield from _attention(config, inputs=hidden, head_norms=True)
+    if config.attention_of(number).sinks:
+        yield "self_attn.attention_sink_bias", (config.num_attention_heads,)
+    yield from _rest_of_layer(config)
     if config.conv_kernel_size:
         for name in ("attention_conv", "mlp_conv"):
             yield f"{name}.base_kernel", (2, config.conv_kernel_size, hidden)
@@ -88,7 +121,7 @@ def check_tensors(config: DraftConfig, stored: Mapping[str, StoredTensor], *, so
     a floating-point type. A draft with a hole would still give correct text, only slowly."""
     fused = stored.get("fc.weight")
     if fused is not None and len(fused.shape) == 2 and fused.shape[1] != config.fc_in_features:
-        taps = len(config.target_layer_ids)
+        taps = config.fc_in_features // config.tap_width
         raise CheckpointError(
             f"{source}: fc reads {fused.shape[1]} features, but {taps} taps of width {config.tap_width} give "
             f"{config.fc_in_features}; target_layer_ids in config.json is not the list of the training."

@@ -4,13 +4,13 @@ target's. Knows configs and vocabularies, no models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
 from dflash.core.draft_config import CONFIG_FILE
-from dflash.core.safetensors_files import inside, read_json
-from dflash.errors import PairError
+from dflash.core.safetensors_files import inside, read_json, stored_tensors
+from dflash.errors import CheckpointError, PairError
 
 _ENDINGS = ("ForCausalLM", "ForConditionalGeneration")
 """Of Transformers' class names of models that write text."""
@@ -22,6 +22,7 @@ _DRAFT_KEYS = frozenset(
         "dspine_config",
         "eagle_aux_hidden_state_layer_ids",
         "eagle_config",
+        "norm_before_residual",
         "mask_token_id",
         "projector_type",
         "speculators_config",
@@ -41,9 +42,27 @@ def is_language_model(raw: Mapping[str, Any]) -> bool:
 
 
 def folder_is_language_model(folder: Path) -> bool:
-    """The same of a folder. Raises CheckpointError for a config.json that cannot be read."""
+    """The same of a folder. Raises CheckpointError for a config.json that cannot be read.
+
+    EAGLE drafts have the config of a language model of one layer. Their tensors tell, or, where the weights are none
+    that are ever opened, that they come without a tokenizer.
+    """
     path = folder / CONFIG_FILE
-    return path.is_file() and is_language_model(read_json(inside(folder, CONFIG_FILE), "draft's config"))
+    if not path.is_file():
+        return False
+    raw = read_json(inside(folder, CONFIG_FILE), "draft's config")
+    if not is_language_model(raw):
+        return False
+    try:
+        return not has_eagle_tensors(stored_tensors(folder))
+    except CheckpointError:  # no safetensors, or some that the loader of models will complain of
+        alone = raw.get("num_hidden_layers") == 1 and not any(folder.glob("tokenizer*"))
+        return not (alone and any(folder.glob("*.bin")))
+
+
+def has_eagle_tensors(names: Container[str]) -> bool:
+    """Whether tensors of these names are an EAGLE draft's: a language model has no `fc` beside its layers."""
+    return "fc.weight" in names and "model.embed_tokens.weight" not in names
 
 
 def check_same_tokens(

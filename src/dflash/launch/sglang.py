@@ -14,7 +14,7 @@ from dflash.launch.recipes import Recipe, recipe_for
 
 DEFAULT_PORT = 30000
 
-ALGORITHMS = {"dflash": "DFLASH", "dflash2": "DFLASH", "domino": "DFLASH", "dspark": "DSPARK"}
+ALGORITHMS = {"dflash": "DFLASH", "dflash2": "DFLASH", "domino": "DFLASH", "dspark": "DSPARK", "eagle3": "EAGLE3"}
 """Kind of draft -> --speculative-algorithm."""
 
 ALIASES = {
@@ -72,6 +72,8 @@ def speculation(request: LaunchRequest, draft: ServedDraft, recipe: Recipe | Non
         "--speculative-draft-model-path": draft.location,
         "--speculative-num-draft-tokens": str(rows),
     }
+    if draft.kind == "eagle3":  # a chain: one candidate per step, and as many steps as proposals
+        flags |= {"--speculative-num-steps": str(rows - 1), "--speculative-eagle-topk": "1"}
     if draft.kind == "dspark" and rows < most:
         flags["--speculative-dspark-block-size"] = str(rows - 1)  # must agree with the rows, and is the longer one else
     if draft.revision is not None:

@@ -23,6 +23,8 @@ METHODS = {
     "dspark": "dspark",
     "speculators-dflash": "dflash",
     "speculators-dspark": "dspark",
+    "eagle3": "eagle3",
+    "speculators-eagle3": "eagle3",
 }
 """Kind of draft -> vLLM's method."""
 

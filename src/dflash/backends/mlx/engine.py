@@ -42,7 +42,7 @@ from dflash.core.loop import Clock
 from dflash.core.pair import check_shapes
 from dflash.core.pair_checks import TargetTokens, raw_config, token_findings, warn
 from dflash.core.published import warn_of_changes
-from dflash.errors import ConfigError
+from dflash.errors import ConfigError, UnsupportedModel
 from dflash.registry import MLX_DRAFTERS, MODEL_FREE_DRAFTERS, load_attribute
 from dflash.resolve import AUTO, Progress, Source, log_steps, resolve_draft, resolve_target
 from dflash.types import Drafting, SamplingParams
@@ -103,6 +103,11 @@ def load(
     description = None if draft_source is None or is_model else read_draft(draft_source.path)
     config = None if description is None else description.config
     if draft_source is not None and config is not None:
+        if config.kind not in MLX_DRAFTERS:
+            raise UnsupportedModel(
+                f"draft '{draft_source.name}' is of kind {config.kind}, which the MLX backend does not run (it runs "
+                f"{', '.join(MLX_DRAFTERS)}); use --backend torch."
+            )
         warn_of_changes(draft_source.name, config)
     num_rows = 1 + (config.max_proposal if config else CHAIN if is_model else 0)
     chosen = engine_drafting(drafting, width, None if draft is None else num_rows, has_model=model_free is None)

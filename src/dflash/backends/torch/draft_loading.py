@@ -13,25 +13,33 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dflash.backends.torch.draft_model import DraftModel
+from dflash.backends.torch.eagle3_model import Eagle3Model
 from dflash.backends.torch.loading import fits_memory
 from dflash.core.draft_reader import DraftDescription, read_draft
-from dflash.errors import CheckpointError
+from dflash.core.eagle3_config import Eagle3Config
+from dflash.errors import CheckpointError, UnsupportedModel
 
 
 def load_draft(folder: Path, device: torch.device, dtype: torch.dtype) -> DraftModel:
-    """Read a draft folder of any dialect into a network ready for inference.
+    """Read a block draft's folder of any dialect into a network ready for inference.
 
     Every expected tensor must be there with its shape and finite numbers, and no other: a draft with a hole would
     still give correct text, only slowly. Raises CheckpointError (also for weights that overflow `dtype`),
     UnsupportedModel, or ConfigError if it does not fit into the device's memory.
     """
-    return load_described(read_draft(folder), device, dtype, name=str(folder))
+    network = load_described(read_draft(folder), device, dtype, name=str(folder))
+    if not isinstance(network, DraftModel):
+        raise UnsupportedModel(f"{folder} is an EAGLE-3 draft, which has no block; use a draft of blocks here.")
+    return network
 
 
-def load_described(draft: DraftDescription, device: torch.device, dtype: torch.dtype, *, name: str) -> DraftModel:
-    """As `load_draft`, for a folder that has been read already; `name` is for messages."""
+def load_described(
+    draft: DraftDescription, device: torch.device, dtype: torch.dtype, *, name: str
+) -> DraftModel | Eagle3Model:
+    """As `load_draft`, for a folder that has been read already, and for EAGLE-3 drafts too; `name` is for messages."""
     with torch.device("meta"):
-        network = DraftModel(draft.config)
+        config = draft.config
+        network = Eagle3Model(config) if isinstance(config, Eagle3Config) else DraftModel(config)
     network.vocabulary = draft.vocabulary
     with fits_memory(f"draft {name}", dtype, device):
         tensors = read_tensors(draft, device, dtype)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash.backends.torch.calibration import device_of
 from dflash.backends.torch.clock import synchronised_clock
+from dflash.backends.torch.compat import text_config
 from dflash.backends.torch.draft_loading import load_described
 from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.loading import (
@@ -115,6 +116,9 @@ def load(
         progress=report,
     )
     # Likewise the draft's weights before the probe.
+    if description is not None:
+        description = description.for_target(text_config(loaded.model).num_hidden_layers)
+        config = description.config
     make_drafter = None
     if draft_source is not None and description is not None:
         make_drafter = _load_draft(draft_source, description, loaded, target_source.name, report)

@@ -10,6 +10,11 @@ from dflash.errors import UnsupportedModel
 
 def reason(found: Checkpoint) -> str | None:
     """Why a checkpoint is not run; None for one that no sign here speaks against."""
+    if _is_old_eagle(found):
+        return (
+            "an EAGLE-1 or EAGLE-2 draft, which predicts the target's last hidden state; this version runs EAGLE-3 "
+            "drafts, whose first layer reads an embedding and a hidden state side by side"
+        )
     if is_language_model(found.raw):
         return (
             "a language model of its own, which drafts where text is generated (`dflash generate`, `chat`, `bench`, "
@@ -34,8 +39,15 @@ def reason(found: Checkpoint) -> str | None:
         if name in found.architectures:
             return f"a draft of class {name}, built of {what}, which this version does not have"
     if any("eagle" in name.lower() for name in found.architectures):
-        return "an EAGLE draft, not one of block diffusion"
+        return "an EAGLE draft of another kind than EAGLE-3"
     return None
+
+
+def _is_old_eagle(found: Checkpoint) -> bool:
+    """By its tensors: `fc` halves an embedding and a hidden state side by side, behind it stand ordinary layers."""
+    shape = (found.shapes or {}).get("fc.weight")
+    halves = shape is not None and len(shape) == 2 and shape[1] == 2 * shape[0]
+    return halves and is_language_model(found.raw)
 
 
 def resolve(found: Checkpoint, lookup: Lookup) -> DraftConfig:

@@ -18,7 +18,8 @@ from dflash.errors import CheckpointError, UnsupportedModel
 
 LAYERS = "transformer_layer_config"
 DRAFT_TO_TARGET, TARGET_TO_DRAFT = "d2t", "t2d"
-_TRAINING_ONLY = ("verifier_norm.weight", "verifier_lm_head.weight", DRAFT_TO_TARGET, TARGET_TO_DRAFT)
+TRAINING_ONLY = ("verifier_norm.weight", "verifier_lm_head.weight", DRAFT_TO_TARGET, TARGET_TO_DRAFT)
+"""Tensors that are no part of the network."""
 
 
 def matches(found: Checkpoint) -> bool:
@@ -78,7 +79,9 @@ def _taps(lookup: Lookup) -> tuple[int, ...]:
     return tuple(layer - 1 for layer in entering)
 
 
-def _proposal(found: Checkpoint) -> Mapping[str, Any]:
+def proposal_method(found: Checkpoint) -> Mapping[str, Any]:
+    """The first way of proposing that the checkpoint names; {} without one. Raises UnsupportedModel for lossy
+    acceptance."""
     methods = found.level("speculators_config").get("proposal_methods") or [{}]
     if not isinstance(methods, list) or not all(isinstance(method, Mapping) for method in methods):
         raise CheckpointError(f"{found.source}: proposal_methods must be a list of objects.")
@@ -95,7 +98,7 @@ def _proposal(found: Checkpoint) -> Mapping[str, Any]:
 def _anchor_predicts(found: Checkpoint, lookup: Lookup, algorithm: str) -> bool:
     """By the width that the checkpoint was made to propose, then the key, then the algorithm's habit: heads from before
     the key keep the anchor and say so by that width only."""
-    width, block_size = _proposal(found).get("speculative_tokens"), lookup.integer("block_size")
+    width, block_size = proposal_method(found).get("speculative_tokens"), lookup.integer("block_size")
     if isinstance(width, int) and block_size - width in (0, 1):
         lookup.decided("anchor_predicts", f"speculative_tokens {width} of block_size {block_size}")
         said = lookup.flag("sample_from_anchor")
@@ -204,6 +207,6 @@ DIALECT = Dialect(
     matches=matches,
     resolve=resolve,
     levels=lambda found: ((TOP, found.raw),),
-    canonical=lambda name: None if name in _TRAINING_ONLY else name,
+    canonical=lambda name: None if name in TRAINING_ONLY else name,
     write=write_config,
 )

@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from dflash.core.draft_config import DraftConfig
+from dflash.errors import UnsupportedModel
 
 
 def shape_keys(config: DraftConfig) -> dict[str, Any]:
-    """Sizes of the network, under the names that all layouts took over from Qwen3's configuration."""
+    """Sizes of the network, under the names that all layouts took over from Qwen3's configuration.
+
+    Raises UnsupportedModel for a draft without a block, which none of the layouts that are written can say.
+    """
+    if config.kind == "eagle3":
+        raise UnsupportedModel(
+            "an EAGLE-3 draft cannot be written in a layout of block drafts; use it as it is (vLLM and SGLang read "
+            "SafeAILab's and Speculators' layouts, too)."
+        )
     return {
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,

@@ -35,10 +35,10 @@ class BlockDrafter:
         self.network = network
         dtype = network.fc.weight.dtype
         self.block_ids = torch.full((1, 1, config.block_size), config.mask_token_id, device=target.device)
-        self.embed_VH = _table(network.embed_tokens, target.embed_weight).to(dtype)
+        self.embed_VH = own_or_target(network.embed_tokens, target.embed_weight).to(dtype)
         self.token_ids_K: Tensor | None = None
         """Target id of each scored row; None = row j is id j."""
-        head = _table(network.lm_head, target.head_weight)
+        head = own_or_target(network.lm_head, target.head_weight)
         self.rows_K: Tensor | None = None
         """Rows of the draft's own tables over its vocabulary (head, W2) that are scored; None = all."""
         if network.vocabulary is not None:
@@ -59,7 +59,7 @@ class BlockDrafter:
         return rows if self.token_ids_K is None else self.token_ids_K[rows]
 
 
-def _table(own: nn.Module | None, theirs_VH: Tensor) -> Tensor:
+def own_or_target(own: nn.Module | None, theirs_VH: Tensor) -> Tensor:
     """The draft's own embedding or head, else the target's. Many drafts carry a frozen copy of the target's, which is
     then held once: gigabytes on large vocabularies."""
     if own is None:
