@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflash.core.draft_reader import DraftDescription, parse_draft_config, read_draft
-from dflash.core.eagle3_config import Eagle3Config, Llama3Rope
+from dflash.core.eagle3_config import Eagle3Config, Llama3Rope, tap_findings
 from dflash.core.language_model import folder_is_language_model
 from dflash.errors import CheckpointError, PairError, UnsupportedModel
 from dflash.launch.drafts import draft_by_config
@@ -282,3 +282,14 @@ def test_what_serving_engines_are_told() -> None:
     assert draft_by_config(SAFEAILAB, "a/b").kind == "eagle3"
     served = draft_by_config(speculators(), "a/b")
     assert (served.kind, served.num_proposals, served.target_layer_ids) == ("speculators-eagle3", 3, (1, 17, 32))
+
+
+def test_a_list_that_was_moved_unchanged_is_doubted() -> None:
+    """Fault: published conversions carry SpecForge's outputs ([1, 46, 90] of 94 layers) where inputs are meant, and
+    nobody is told why the draft accepts less. A list that means what it says is not doubted."""
+    moved = parse_draft_config(speculators(eagle_aux_hidden_state_layer_ids=[1, 46, 90]), source="x")
+    (finding,) = tap_findings(moved.for_target(94), 94)
+    assert finding.severity == "warning"
+    assert "without adding one" in finding.message
+    for raw in (speculators(), SPECFORGE, SAFEAILAB):
+        assert tap_findings(parse_draft_config(raw, source="x").for_target(36), 36) == []

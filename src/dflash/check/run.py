@@ -16,6 +16,7 @@ from dflash.check.probe import Figures, probe
 from dflash.check.prompts import prompt_ids
 from dflash.check.torch_pair import TorchSubject
 from dflash.core.draft_reader import DraftDescription, read_draft
+from dflash.core.eagle3_config import tap_findings
 from dflash.core.findings import Finding, has_errors
 from dflash.core.pair_checks import TargetTokens, raw_config, token_findings
 from dflash.core.published import published_as
@@ -101,6 +102,7 @@ def _check_loaded(
             for difference in published.differences(config)
         ]
     findings += token_findings(config.mask_token_id, raw, TargetTokens.of_tokenizer(engine.tokenizer, engine.eos_ids))
+    findings += tap_findings(config, engine.target.num_layers)
     mode = None if published is None or published.mode is None else f"{published.mode} (as published)"
     rows = describe(config, _facts(engine, description, mode))
     figures: Figures | None = None

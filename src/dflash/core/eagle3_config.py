@@ -17,6 +17,7 @@ from dflash.core.draft_config import (
     check_vocabulary,
     write_once,
 )
+from dflash.core.findings import Finding
 from dflash.errors import CheckpointError, PairError
 
 NO_MASK = -1
@@ -82,13 +83,36 @@ class Eagle3Config(DraftConfig):
         """
         if self.target_layer_ids:
             return self
-        entered = (2, num_layers // 2, num_layers - 3)
+        entered = usual_taps(num_layers)
         if not entered[0] < entered[1] < entered[2]:
             raise PairError(
                 f"the EAGLE-3 draft does not list its taps, and the usual ones are no three layers of a target of "
                 f"{num_layers}; add eagle_aux_hidden_state_layer_ids to its config.json, or use the draft's own target."
             )
         return dataclasses.replace(self, target_layer_ids=tuple(layer - 1 for layer in entered))
+
+
+def usual_taps(num_layers: int) -> tuple[int, int, int]:
+    """The layers of a target of `num_layers` whose inputs are tapped by habit."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def tap_findings(config: DraftConfig, num_layers: int) -> list[Finding]:
+    """A warning where a list of inputs of layers looks like one of outputs: converters are known to have moved
+    SpecForge's and ModelOpt's list (`eagle_config`, outputs) to the top level (inputs) as it was."""
+    entered = tuple(tap + 1 for tap in config.target_layer_ids)
+    outputs = tuple(layer - 1 for layer in usual_taps(num_layers))
+    if not isinstance(config, Eagle3Config) or entered != outputs:
+        return []
+    return [
+        Finding(
+            "warning",
+            "taps",
+            f"the draft names the layers {list(entered)} by what enters them. As outputs of layers these would be the "
+            f"usual ones of a target of {num_layers}, so the list may have been converted without adding one; "
+            "`dflash check` tells which reading works better.",
+        )
+    ]
 
 
 def _check(config: Eagle3Config) -> None:

@@ -24,7 +24,7 @@ class PublishedDraft:
     target: str
     """Hub id of the target it was trained for."""
     kind: str
-    """Drafter that runs it: dflash, dflash2 or dspark."""
+    """Drafter that runs it: dflash, dflash2, dspark or eagle3."""
     mask_token_id: int | None = None
     block_size: int | None = None
     target_layer_ids: tuple[int, ...] | None = None
@@ -152,6 +152,12 @@ PUBLISHED: tuple[PublishedDraft, ...] = (
         target="meta-models/Muse-Glimmer-30B",
         kind="dflash",
         target_layer_ids=(1, 13, 25, 37, 49),
+    ),
+    PublishedDraft(draft="RedHatAI/Qwen3-8B-speculator.eagle3", target="Qwen/Qwen3-8B", kind="eagle3"),
+    PublishedDraft(
+        draft="RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+        target="meta-llama/Llama-3.1-8B-Instruct",
+        kind="eagle3",
     ),
 )
 """In the order of preference: the first one of a target is used when the user names no draft."""

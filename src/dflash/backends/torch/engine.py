@@ -41,6 +41,7 @@ from dflash.core.calibration import Device, load_costs
 from dflash.core.draft_config import DraftConfig
 from dflash.core.draft_reader import DraftDescription, draft_sha256, read_draft
 from dflash.core.drafting import SharedDrafter, engine_drafting
+from dflash.core.eagle3_config import tap_findings
 from dflash.core.engine import Engine, EngineInfo
 from dflash.core.exactness import PROBED_WIDTH, WIDEST_ON_DEVICES, WidthClass
 from dflash.core.language_model import check_same_tokens, folder_is_language_model
@@ -227,6 +228,7 @@ def _load_draft(
     check_pair(config, model, draft_name=source.name, target_name=target_name)
     tokens = TargetTokens.of_tokenizer(target.tokenizer, end_of_sequence_ids(target))
     warn(token_findings(config.mask_token_id, raw_config(source.path), tokens))
+    warn(tap_findings(config, text_config(model).num_hidden_layers))
     report(f"loading draft {source.name}", None)
     # float16 overflows in the feature fusion of real targets; the drafter casts at its border.
     dtype = torch.float32 if model.dtype == torch.float16 else model.dtype
