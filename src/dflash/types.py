@@ -91,8 +91,23 @@ class Drafting:
 
 
 @dataclass(frozen=True)
+class DrawnFrom:
+    """The distribution that a draft token was drawn from."""
+
+    ids: tuple[int, ...]
+    """Distinct token ids."""
+    probs: tuple[float, ...]
+    """Of each id; they add up to 1."""
+
+    def of(self, token: int) -> float:
+        """q(token)."""
+        return self.probs[self.ids.index(token)] if token in self.ids else 0.0
+
+
+@dataclass(frozen=True)
 class Proposal:
-    """What a drafter proposes after the anchor: draft tokens with point-mass q (one-hot), a chain or a tree.
+    """What a drafter proposes after the anchor: a chain or a tree of draft tokens. Their q is a point mass (one-hot)
+    unless `drawn_from` says otherwise.
 
     Token i is fed in row i + 1; row 0 is the anchor's. An empty chain is a plain step.
     """
@@ -107,15 +122,26 @@ class Proposal:
     """Per token where the guess comes from ("draft", "copy", "both"), for statistics; empty = not said."""
     reason: str = field(default="", compare=False)
     """What was chosen this round, in a word or two for statistics; empty = not said."""
+    drawn_from: tuple[DrawnFrom | None, ...] = ()
+    """Of a chain, per token the distribution it was drawn from, None = a point mass; empty = point masses only."""
+    asked: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
+    """Per row the ids whose probabilities the drafter wants to know (`Acceptance.chances`); empty = none."""
 
     @classmethod
     def tree(
-        cls, tokens: Sequence[int], parents: Sequence[int], *, sources: Sequence[str] = (), reason: str = ""
+        cls,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        *,
+        sources: Sequence[str] = (),
+        reason: str = "",
+        asked: tuple[tuple[int, ...], ...] = (),
     ) -> Proposal:
         """The proposal of a tree; a tree of one chain is that chain, so that both are treated the same."""
         assert all(parent <= index for index, parent in enumerate(parents)), "parents come before their children"
         is_chain = all(parent == index for index, parent in enumerate(parents))
-        return cls(tuple(tokens), None if is_chain else tuple(parents), sources=tuple(sources), reason=reason)
+        shape = None if is_chain else tuple(parents)
+        return cls(tuple(tokens), shape, sources=tuple(sources), reason=reason, asked=asked)
 
     def depths(self) -> list[int]:
         """Tokens between the anchor and each row, [rows]: row j belongs at position n + depth."""
@@ -166,6 +192,9 @@ class Acceptance:
     """Fed rows to keep, ascending, each the parent of the next; the first is 0, the anchor's. Of a chain: 0..m."""
     next_token: int
     """Bonus (all accepted) or replacement, drawn from the target's row path[-1]."""
+    chances: tuple[tuple[float, ...], ...] = field(default=(), compare=False)
+    """Per row of `path` the target's probabilities (processed, behind temperature and filters) of `Proposal.asked`;
+    empty where nothing was asked, or nothing is drawn."""
 
     @classmethod
     def chain(cls, num_accepted: int, next_token: int) -> Acceptance:

@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from dflash.backends.torch.drafters.autoregressive import AutoregressiveDrafter
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
-from dflash.core.adaptive import Memory
 from dflash.core.cost import CostCurve, CostTracker
 from dflash.core.drafting import CopyDrafter, SharedDrafter, make_session
 from dflash.core.loop import speculative_rounds
+from dflash.core.memory import Memory
 from dflash.core.protocols import Drafter
 from dflash.core.stopping import StopRule
 from dflash.types import CandidateTable, Drafting, Proposal, Round, SamplingParams

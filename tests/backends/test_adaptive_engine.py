@@ -10,11 +10,11 @@ import pytest
 
 from dflash import Drafting, SamplingParams
 from dflash.cli.report import stats_record
-from dflash.core.adaptive import Memory
 from dflash.core.calibration import costs_path, load_costs, measure, write_costs
 from dflash.core.cost import CostCurve, CostTracker
 from dflash.core.drafting import CopyDrafter
 from dflash.core.engine import Engine
+from dflash.core.memory import Memory
 from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, OpenEngine
 
 CHOICES = [

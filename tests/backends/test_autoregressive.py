@@ -16,13 +16,13 @@ from dflash.backends.torch.drafters.autoregressive import AutoregressiveDrafter,
 from dflash.backends.torch.engine import TorchEngine as Engine
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
-from dflash.core.adaptive import Memory
 from dflash.core.autoregressive import CHAIN
 from dflash.core.cost import CostCurve, CostTracker
 from dflash.core.drafting import make_session
 from dflash.core.engine import Engine as AnyEngine
 from dflash.core.language_model import is_language_model
 from dflash.core.loop import speculative_rounds
+from dflash.core.memory import Memory
 from dflash.core.stopping import StopRule
 from dflash.errors import PairError, UnsupportedModel
 from dflash.types import SamplingParams

@@ -75,8 +75,8 @@ def calibrate(
 
 def _compare(engine: Engine, verify: CostCurve, draft: CostCurve | None, limit: int) -> list[dict[str, Any]]:
     """Predicted and measured tokens per second of the built-in prompts."""
-    from dflash.core.adaptive import Memory
     from dflash.core.cost import CostTracker, predicted_seconds
+    from dflash.core.memory import Memory
     from dflash.types import Round, SamplingParams
 
     engine.memory = Memory(CostTracker(verify, draft))

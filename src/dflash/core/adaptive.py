@@ -25,25 +25,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from dflash.core.cost import CostTracker
 from dflash.core.guesses import COPY, DRAFT, Guesses, Node
+from dflash.core.ledger import Ledger
+from dflash.core.memory import COPY_STEPS, TREE_ROUNDS, Average, Memory
 from dflash.core.ngram import MAX_MATCH, NgramIndex
 from dflash.core.parking import AcceptanceWatch
 from dflash.core.protocols import Drafter
 from dflash.core.survival import Survival
 from dflash.core.tree import grow_chain, grow_tree
-from dflash.types import CandidateTable, Proposal
+from dflash.types import Acceptance, CandidateTable, Proposal
 
-COPY_STEPS = (0.0, 0.35, 0.65, 0.85)
-"""Borders between the classes of a round's best copy, in which the draft's use is followed apart: a draft may be worth
-its forward only where there is nothing to copy."""
-NUM_CLASSES = len(COPY_STEPS) + 1
-TRIALS = 8
-"""Drafts before their use is judged."""
-POOLED_WEIGHT = 4
-"""Drafts of its own class that the mean over all classes weighs as much as."""
-FIRST_REST, LONGEST_REST = 8, 32
-"""Rounds until a resting draft is tried again; doubled at each trial that fails."""
 WATCHED = 150
 """Drafts that the alarm for broken drafts looks back on: more than where drafting is fixed, since a weak draft is asked
 seldom here anyway and must not be stopped by bad luck."""
@@ -51,20 +42,12 @@ CAUTION = 1.3
 """Factor on the price of fed rows. Simulated on 150 greedy answers of smollm2-135m, 1.0 to 1.6 give the same mean
 speed-up (1.54, 1.55, 1.54), but the fewer rows are risked, the less an unlucky short answer loses (0.94, 0.96, 0.98 of
 plain speed at worst)."""
-HYSTERESIS = 0.1
-"""Share by which the draft's gain must leave its price before the decision changes."""
 LEAST = 0.005
 """Guesses that are accepted less often are never fed."""
 NARROW, BROAD = 2, 4
 """Candidates per slot that the draft is asked for: chains, trees."""
 UNKNOWN_CLAIM = math.log(0.7)
 """Of a drafter that gives no probabilities: where the estimate starts."""
-SLOW = 1 / 16
-"""Share of the newest round in a running average."""
-TREE_GAIN = 1.10
-"""Trees are taken in mode "auto" only if they bring at least so many times the tokens per second of chains."""
-TREE_ROUNDS = 64
-"""Rounds that this is judged by, at least."""
 
 
 class TableDrafter(Drafter, Protocol):
@@ -73,51 +56,6 @@ class TableDrafter(Drafter, Protocol):
     def candidates(self, anchor: int, budget: int, count: int) -> CandidateTable:
         """The `count` best candidates of at most `budget` slots behind the anchor."""
         ...
-
-
-@dataclass
-class Average:
-    """Mean of the first values, then a running one."""
-
-    value: float = 0.0
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        """Take one more value in."""
-        self.count += 1
-        self.value += (value - self.value) * max(1 / self.count, SLOW)
-
-
-class Memory:
-    """What requests of one engine teach the next ones; decides speed, never text."""
-
-    def __init__(self, costs: CostTracker | None = None) -> None:
-        self.costs = costs or CostTracker()
-        self.survival = Survival()
-        self.gains = [Average() for _ in range(NUM_CLASSES)]
-        """Tokens per round that the draft added, by class of the round's best copy."""
-        self.gain = Average()
-        """The same over all rounds."""
-        self.chain, self.tree = Average(), Average()
-        """Expected tokens per second of the best chain and of the best tree, where both were weighed."""
-
-    def add_gain(self, kind: int, tokens: float) -> None:
-        """A draft added so many expected tokens to a round of class `kind`."""
-        self.gains[kind].add(tokens)
-        self.gain.add(tokens)
-
-    def expected_gain(self, kind: int) -> float | None:
-        """What a draft will add in a round of this class; None as long as that is not known."""
-        if self.gain.count < TRIALS:
-            return None
-        own = self.gains[kind]
-        count = min(own.count, int(1 / SLOW))
-        return (count * own.value + POOLED_WEIGHT * self.gain.value) / (count + POOLED_WEIGHT)
-
-    @property
-    def trees_win(self) -> bool:
-        """Whether trees have been shown to be worth leaving bit-exactness for."""
-        return self.tree.count >= TREE_ROUNDS and self.tree.value >= TREE_GAIN * self.chain.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +69,15 @@ class _Plan:
     rate: float
     """Expected tokens per second of the round, the draft's time left out."""
 
+    @property
+    def asked(self) -> list[list[int]]:
+        """Per fed row the tokens that are guessed behind it, whether they are fed or not."""
+        found: list[list[int]] = [[] for _ in range(self.num_fed + 1)]
+        for node in self.nodes:
+            if node.parent <= self.num_fed:
+                found[node.parent].append(node.path[-1])
+        return found
+
 
 @dataclass(slots=True)
 class _Open:
@@ -139,6 +86,17 @@ class _Open:
     position: int
     row: int
     nodes: list[Node]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fed:
+    """The proposal that is out."""
+
+    rows: int
+    depth: int
+    asked_draft: bool
+    started: float
+    asked: Sequence[Sequence[int]]
 
 
 class AdaptiveDrafter:
@@ -152,6 +110,7 @@ class AdaptiveDrafter:
         max_rows: int,
         copies: bool = True,
         trees: Literal["never", "auto", "always"] = "never",
+        temperature: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
@@ -162,12 +121,16 @@ class AdaptiveDrafter:
             copies: look for copies.
             trees: whether branches may be fed: "auto" = once they have been shown to bring `TREE_GAIN` times as much.
                 The target must support them.
+            temperature: of the request's sampling.
             clock: seconds.
         """
         self._draft = draft
         self._ask = None if draft is None else as_asker(draft)
-        self._memory = memory
-        self._survival = Survival(memory.survival)
+        self._costs = memory.costs
+        self._lessons = memory.at(temperature)
+        self._survival = Survival(self._lessons.survival)
+        self._ledger = Ledger()
+        self._samples = temperature > 0
         self._max_rows = max_rows
         self._index = NgramIndex()
         self._copies = copies
@@ -175,11 +138,11 @@ class AdaptiveDrafter:
         self._num_candidates = NARROW if trees == "never" else BROAD
         self._clock = clock
         self._tokens, self._seconds = Average(), Average()
-        self._rests = [_Rest() for _ in range(NUM_CLASSES)]
         self._watch = AcceptanceWatch(window=WATCHED)
         self._open: list[_Open] = []
+        self._chances: dict[int, dict[int, float]] = {}  # position -> the target's probabilities there
         self._drafted: tuple[int, list[int]] | None = None  # position and tokens of the draft's own last chain
-        self._fed: tuple[int, int, float] | None = None  # rows, depth, time when the proposal went out
+        self._fed: _Fed | None = None
 
     @property
     def max_proposal(self) -> int:
@@ -191,12 +154,24 @@ class AdaptiveDrafter:
         """Why the draft is not asked any more, in one sentence; None as long as it is."""
         return self._watch.reason
 
+    def learn(self, acceptance: Acceptance) -> None:
+        """What the target thought of the guesses, where tokens are drawn; comes before `observe`."""
+        fed = self._fed
+        if fed is None:
+            return
+        for step, (row, chances) in enumerate(zip(acceptance.path, acceptance.chances, strict=True)):
+            self._chances[fed.depth + 1 + step] = dict(zip(fed.asked[row], chances, strict=True))
+
     def observe(self, token_ids: Sequence[int], features: Any) -> None:
         """Learn committed tokens, and what the round that gave them cost."""
-        if self._fed is not None:
-            rows, depth, started = self._fed
-            self._memory.costs.saw_verify(rows, depth, self._clock() - started)
+        fed, costs = self._fed, self._costs
+        if fed is not None:
+            costs.saw_verify(fed.rows, fed.depth, self._clock() - fed.started)
+            drafting = costs.draft(fed.depth) if fed.asked_draft else 0.0
             self._tokens.add(len(token_ids))  # the anchor stands for the token that the target added itself
+            self._seconds.add(costs.verify(fed.rows, fed.depth) + drafting)
+            steps = costs.steps(fed.rows, fed.depth) + drafting / costs.verify(1, fed.depth)
+            self._ledger.book(len(token_ids), steps)
             self._fed = None
         self._index.extend(token_ids)
         if self._draft is not None and self.reason is None:
@@ -206,64 +181,76 @@ class AdaptiveDrafter:
         """The guesses that pay this round; none of them is a plain step."""
         depth = len(self._index.tokens)
         self._settle(anchor)
-        costs = self._memory.costs
         price = self._price(depth)
         index = self._index if self._copies else None
         tail = [*self._index.tokens[1 - MAX_MATCH :], anchor]
-        copied = plan = self._plan(Guesses(self._survival, index=index, tail=tail), budget, price)
-        asked = False
-        if self._ask is not None and self.reason is None:
-            kind = _copy_class(copied)
-            needed = price * costs.draft(depth)
-            asked = self._rests[kind].asks(self._memory.expected_gain(kind), needed)
-            if asked:
-                started = self._clock()
-                table = self._ask(anchor, budget, self._num_candidates)
-                costs.saw_draft(depth, self._clock() - started)
-                self._drafted = (depth + 1, [candidates[0] for candidates in table.ids])
-                guesses = Guesses(self._survival, index=index, tail=tail, table=table, branching=self._num_candidates)
-                plan = self._plan(guesses, budget, price)
-                self._memory.add_gain(kind, plan.value - copied.value)
+        plan = self._plan(Guesses(self._survival, index=index, tail=tail), budget, price)
+        table = self._ask_draft(plan, anchor, budget, price)
+        if table is not None:
+            guesses = Guesses(self._survival, index=index, tail=tail, table=table, branching=self._num_candidates)
+            both = self._plan(guesses, budget, price, spent=self._costs.draft(depth))
+            self._count_gain(plan, both.value - plan.value, price)
+            plan = both
         if plan.nodes:
             self._open.append(_Open(depth + 1, 0, plan.nodes))
-        return self._proposal(plan, depth, asked)
+        return self._proposal(plan, depth, asked_draft=table is not None)
 
-    def _proposal(self, plan: _Plan, depth: int, asked: bool) -> Proposal:
+    def _ask_draft(self, copied: _Plan, anchor: int, budget: int, price: float) -> CandidateTable | None:
+        """The draft's candidates, if they are expected to pay for its forward or it is due to be tried again, and if
+        its time may be lost."""
+        if self._ask is None or self.reason is not None:
+            return None
+        depth, costs, kind = len(self._index.tokens), self._costs, _copy_class(copied)
+        seconds = costs.draft(depth)
+        wanted = self._lessons.rests[kind].asks(self._lessons.expected_gain(kind), price * seconds)
+        if not wanted or seconds > self._ledger.limit * costs.verify(1, depth):
+            return None
+        started = self._clock()
+        table = self._ask(anchor, budget, self._num_candidates)
+        costs.saw_draft(depth, self._clock() - started)
+        self._drafted = (depth + 1, [candidates[0] for candidates in table.ids])
+        return table
+
+    def _count_gain(self, copied: _Plan, gain: float, price: float) -> None:
+        kind = _copy_class(copied)
+        self._lessons.add_gain(kind, gain)
+        self._lessons.rests[kind].tried(gain, price * self._costs.draft(len(self._index.tokens)))
+
+    def _proposal(self, plan: _Plan, depth: int, *, asked_draft: bool) -> Proposal:
         fed = plan.nodes[: plan.num_fed]
         tokens = [node.path[-1] for node in fed]
         sources = [node.guess.source for node in fed if node.guess is not None]
-        costs = self._memory.costs
-        self._seconds.add(costs.verify(len(fed) + 1, depth) + (costs.draft(depth) if asked else 0.0))
         reason = " + ".join(sorted({COPY if source == COPY else DRAFT for source in sources})) or "plain"
-        if asked and DRAFT not in reason:
+        if asked_draft and DRAFT not in reason:
             reason += ", draft asked"
-        proposal = Proposal.tree(tokens, [node.parent for node in fed], sources=sources, reason=reason)
-        self._fed = (len(fed) + 1, depth, self._clock())
-        return proposal
+        asked = plan.asked if self._samples else []
+        self._fed = _Fed(len(fed) + 1, depth, asked_draft, self._clock(), asked)
+        parents = [node.parent for node in fed]
+        return Proposal.tree(tokens, parents, sources=sources, reason=reason, asked=tuple(map(tuple, asked)))
 
     def _price(self, depth: int) -> float:
         """Tokens that a second brings: of this request's rounds so far, at least those of plain decoding."""
-        plain = 1 / self._memory.costs.verify(1, depth)
+        plain = 1 / self._costs.verify(1, depth)
         return max(plain, self._tokens.value / self._seconds.value) if self._seconds.value > 0 else plain
 
-    def _plan(self, guesses: Guesses, budget: int, price: float) -> _Plan:
-        """The best chain, or the best tree where trees have earned it."""
-        line = self._memory.costs.line(len(self._index.tokens), self._max_rows)
+    def _plan(self, guesses: Guesses, budget: int, price: float, *, spent: float = 0.0) -> _Plan:
+        """The best chain, or the best tree where trees have earned it. `spent`: seconds of this round so far."""
+        line = self._costs.line(len(self._index.tokens), self._max_rows)
         # What could not pay for a row even if rows were much cheaper than they are is not looked at.
         least = max(LEAST, 0.3 * price * (line[1] - line[0])) if len(line) > 1 else 1.0
         deepest = min(budget, self._max_rows - 1)
-        price *= CAUTION
-        chain = _best(grow_chain(guesses, max_depth=deepest, least=least), line, price)
-        memory = self._memory
-        weighed = self._trees == "auto" and (memory.tree.count < TREE_ROUNDS or memory.chain.count % 8 == 0)
-        if self._trees == "never" or not (self._trees == "always" or weighed or memory.trees_win):
-            memory.chain.count += 1
+        longest = line[0] * (1 + self._ledger.limit) - spent
+        chain = _best(grow_chain(guesses, max_depth=deepest, least=least), line, price, longest)
+        lessons = self._lessons
+        weighed = self._trees == "auto" and (lessons.tree.count < TREE_ROUNDS or lessons.chain.count % 8 == 0)
+        if self._trees == "never" or not (self._trees == "always" or weighed or lessons.trees_win):
+            lessons.chain.count += 1
             return chain
         nodes = grow_tree(guesses, max_nodes=self._max_rows - 1, max_depth=deepest, least=least)
-        tree = _best(nodes, line, price)
-        memory.chain.add(chain.rate)
-        memory.tree.add(tree.rate)
-        return tree if (self._trees == "always" or memory.trees_win) and tree.value > chain.value else chain
+        tree = _best(nodes, line, price, longest)
+        lessons.chain.add(chain.rate)
+        lessons.tree.add(tree.rate)
+        return tree if (self._trees == "always" or lessons.trees_win) and tree.value > chain.value else chain
 
     def _settle(self, anchor: int) -> None:
         """Count the guesses whose outcome the text up to the anchor tells, whether they were fed or not."""
@@ -276,17 +263,20 @@ class AdaptiveDrafter:
         for guesses in self._open:
             while guesses.position < length:
                 token, row = said(guesses.position), guesses.row
+                chances = self._chances.get(guesses.position, {})
                 guesses.row = -1
                 for number, node in enumerate(guesses.nodes, start=1):
                     if node.parent == row and node.guess is not None:
                         hit = node.guess.token == token
-                        self._survival.update(node.guess.key, node.guess.claim, hit)
+                        share = chances.get(node.guess.token, float(hit))
+                        self._survival.update(node.guess.key, node.guess.claim, share)
                         if hit:
                             guesses.row = number
                 if guesses.row < 0:
                     break
                 guesses.position += 1
         self._open = [guesses for guesses in self._open if guesses.row >= 0]
+        self._chances.clear()  # of positions that are settled now
         if self._drafted is not None:
             start, tokens = self._drafted
             known = [said(position) for position in range(start, min(start + len(tokens), length))]
@@ -295,38 +285,19 @@ class AdaptiveDrafter:
             self._drafted = None
 
 
-def _best(nodes: list[Node], line: Sequence[float], price: float) -> _Plan:
-    """How many of the nodes to feed; `line[r - 1]`: seconds of a forward of r rows."""
+def _best(nodes: list[Node], line: Sequence[float], price: float, longest: float) -> _Plan:
+    """How many of the nodes to feed; `line[r - 1]`: seconds of a forward of r rows, which must not exceed `longest`."""
     phi, best, worth = 0.0, 0, 0.0
-    rate = 1 / line[0]
+    value, rate = 0.0, 1 / line[0]
     for number, node in enumerate(nodes, start=1):
+        extra = line[number] - line[0]
+        if line[number] > longest:
+            break
         phi += node.survival
-        value = phi - price * (line[number] - line[0])
-        if value > worth:
-            best, worth, rate = number, value, (1 + phi) / line[number]
-    return _Plan(nodes, best, worth, rate)
-
-
-@dataclass(slots=True)
-class _Rest:
-    """Whether the draft is asked in one class of rounds, with hysteresis, and when it is tried again if not."""
-
-    asking: bool = True
-    waited: int = 0
-    until: int = FIRST_REST
-
-    def asks(self, gain: float | None, needed: float) -> bool:
-        """`gain`: tokens that asking will add, if known; `needed`: tokens that its time would bring otherwise."""
-        if gain is not None:
-            self.asking = gain > needed * (1 - HYSTERESIS if self.asking else 1 + HYSTERESIS)
-        if self.asking:
-            self.waited, self.until = 0, FIRST_REST
-            return True
-        self.waited += 1
-        if self.waited < self.until:
-            return False
-        self.waited, self.until = 0, min(2 * self.until, LONGEST_REST)
-        return True
+        if phi - CAUTION * price * extra > worth:
+            best, worth = number, phi - CAUTION * price * extra
+            value, rate = phi - price * extra, (1 + phi) / line[number]
+    return _Plan(nodes, best, value, rate)
 
 
 def _copy_class(plan: _Plan) -> int:

@@ -34,6 +34,9 @@ LINE_STEP = 128
 PRIOR_WEIGHT = 4.0
 """Rounds that the measured curve weighs as much as, at each of its widths."""
 
+PLAIN_WEIGHT = 100.0
+"""Times another width's weight that a plain step has in a fit: all that is decided is decided against it."""
+
 
 @dataclass(frozen=True)
 class CostCurve:
@@ -51,7 +54,8 @@ class CostCurve:
         depths = tuple(sorted({depth for depth, _ in measured}))
         rows = tuple(sorted({width for _, width in measured}))
         table = np.array([[min(measured[depth, width]) for width in rows] for depth in depths])
-        fitted = np.array([convex_fit(rows, times) for times in table])
+        weights = [PLAIN_WEIGHT if width == 1 else 1.0 for width in rows]
+        fitted = np.array([convex_fit(rows, times, weights) for times in table])
         fitted = np.maximum.accumulate(fitted, axis=0)  # deeper is never cheaper
         return cls(rows, depths, tuple(tuple(float(value) for value in line) for line in fitted))
 
@@ -156,6 +160,16 @@ class CostTracker:
         """Seconds of a verify forward and of accepting and keeping its rows."""
         return max(self._verify.at(rows, depth) * self._correction.at(rows, 0), LEAST_SECONDS)
 
+    def steps(self, rows: int, depth: int) -> float:
+        """A verify forward in plain steps, for the books: what was seen of both in this process, not smoothed to a
+        convex curve as `verify`, by which widths are chosen."""
+        smooth = self.verify(rows, depth) / self.verify(1, depth)
+        seen, plain = self._recent.get(rows), self._recent.get(1)
+        if not seen or not plain:
+            return smooth
+        raw = max(self._verify.at(rows, depth), LEAST_SECONDS) / max(self._verify.at(1, depth), LEAST_SECONDS)
+        return raw * median(seen) / median(plain)
+
     def line(self, depth: int, max_rows: int) -> Sequence[float]:
         """`verify` of 1..max_rows rows, at a depth rounded to the nearest of those that `LINE_STEP` divides."""
         step = (depth + LINE_STEP // 2) // LINE_STEP
@@ -200,6 +214,7 @@ class CostTracker:
         base = [max(self._verify.at(rows, reference), LEAST_SECONDS) for rows in points]
         factors = [medians.get(rows, scale) for rows in points]
         weights = [PRIOR_WEIGHT + len(self._recent.get(rows, ())) for rows in points]
+        weights[0] *= PLAIN_WEIGHT if points[0] == 1 else 1.0
         fitted = convex_fit(points, [time * factor for time, factor in zip(base, factors, strict=True)], weights)
         ratios = tuple(float(time) / value for time, value in zip(fitted, base, strict=True))
         self._lines.clear()

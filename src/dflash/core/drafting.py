@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from dflash.core.adaptive import AdaptiveDrafter, Memory
+from dflash.core.adaptive import AdaptiveDrafter
 from dflash.core.exactness import PROBED_WIDTH
+from dflash.core.memory import Memory
 from dflash.core.ngram import NgramDrafter
 from dflash.core.pair import check_width
 from dflash.core.parking import ParkingDrafter
@@ -64,6 +65,7 @@ def make_session(
     *,
     max_rows: int,
     supports_trees: bool,
+    temperature: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> AdaptiveDrafter | ParkingDrafter:
     """The drafter of one request.
@@ -71,6 +73,7 @@ def make_session(
     Args:
         max_rows: most rows of a verify forward that the engine has checked.
         supports_trees: of the target's session; without it chains are used in every mode.
+        temperature: of the request's sampling.
         clock: seconds, by which rounds are timed.
 
     Raises ConfigError for a draft window below 1, or where this drafter has no context that could be limited.
@@ -88,6 +91,7 @@ def make_session(
         max_rows=max_rows if drafting.width is None else min(max_rows, drafting.width),
         copies=drafting.copies or only_copies,
         trees=trees,
+        temperature=temperature,
         clock=clock,
     )
 

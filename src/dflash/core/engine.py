@@ -20,10 +20,11 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from dflash.core.adaptive import AdaptiveDrafter, Memory
+from dflash.core.adaptive import AdaptiveDrafter
 from dflash.core.drafting import CopyDrafter, SharedDrafter, make_session
 from dflash.core.exactness import WidthClass
 from dflash.core.loop import Clock, speculative_rounds
+from dflash.core.memory import Memory
 from dflash.core.parking import ParkingDrafter
 from dflash.core.protocols import Acceptor, Target
 from dflash.core.stopping import StopRule
@@ -270,7 +271,14 @@ class Engine(ABC):
         drafter = None
         if shared is not None:
             trees = session.supports_trees
-            drafter = make_session(shared, chosen, self.memory, max_rows=self.max_rows, supports_trees=trees)
+            drafter = make_session(
+                shared,
+                chosen,
+                self.memory,
+                max_rows=self.max_rows,
+                supports_trees=trees,
+                temperature=params.temperature,
+            )
         rounds = speculative_rounds(
             session,
             drafter,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dflash.core.protocols import Acceptor, Drafter, Target
 from dflash.core.stopping import StopRule
 from dflash.errors import ConfigError, PromptError
-from dflash.types import FinishReason, Proposal, Round, Verdict
+from dflash.types import Acceptance, FinishReason, Proposal, Round, Verdict
 
 Clock = Callable[[], float]
 
@@ -115,6 +115,9 @@ class _Session:
         path = acceptance.path[: 1 + num_accepted]
         self.target.commit(path)
         committed = self.clock()
+        learn: Callable[[Acceptance], None] | None = getattr(self.drafter, "learn", None)
+        if acceptance.chances and learn is not None:
+            learn(acceptance)
         self._observe((anchor, *accepted[:num_accepted]), verdict, path)
         ended = self.clock()
         return Round(

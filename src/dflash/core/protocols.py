@@ -44,7 +44,11 @@ class Target(Protocol):
 
 
 class Drafter(Protocol):
-    """A session of a drafter: anything that guesses what the target will say."""
+    """A session of a drafter: anything that guesses what the target will say.
+
+    One that asks what the target thinks of its guesses (`Proposal.asked`) has a further method `learn(acceptance)`,
+    which is told the answer before `observe`.
+    """
 
     @property
     def max_proposal(self) -> int:

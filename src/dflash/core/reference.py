@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash.core.draws import uniform
+from dflash.core.draws import ACCEPTANCE, uniform, uniforms
 from dflash.types import Acceptance, Proposal, SamplingParams, Verdict
 
 FloatArray = NDArray[np.float32]
@@ -153,6 +153,11 @@ class ReferenceAcceptor:
         chosen; if a child carries it the walk goes on there, else it is the next token."""
         tokens, parents = proposal.tokens, proposal.parents
         assert len(verdict.logits) == len(tokens) + 1, "one row per draft token and one for the anchor"
+        if proposal.drawn_from and self._params.temperature > 0:
+            path, token = self._accept_drawn(proposal, verdict)
+            chances = self._chances(proposal, verdict, path)
+            self._output_ids += [*proposal.along(path), token]
+            return Acceptance(tuple(path), token, chances)
         path = [0]
         while True:
             token = self._choose(verdict.logits[path[-1]], proposal.along(path))
@@ -164,8 +169,43 @@ class ReferenceAcceptor:
             if not children:
                 break
             path.append(children[0])
+        chances = self._chances(proposal, verdict, path)
         self._output_ids += [*proposal.along(path), token]
-        return Acceptance(tuple(path), token)
+        return Acceptance(tuple(path), token, chances)
+
+    def _accept_drawn(self, proposal: Proposal, verdict: Verdict) -> tuple[list[int], int]:
+        """A chain with drawn tokens: each by the general rule, with draws that are keyed like the target's own."""
+        path = [0]
+        for row, (token, q) in enumerate(zip(proposal.tokens, proposal.drawn_from, strict=True)):
+            drafted = proposal.tokens[:row]
+            if q is None:
+                own = self._choose(verdict.logits[row], drafted)
+                if own != token:
+                    return path, own
+            else:
+                position = len(self._prompt_ids) + len(self._output_ids) + row
+                sparse = SparseProbs(np.array(q.ids), np.array(q.probs, np.float32))
+                probs = np.stack([self._distribution(verdict.logits[row], drafted)] * 2)
+                accept_draw = float(uniforms(self._params.seed, position, 1, ACCEPTANCE)[0])
+                found = accept_sampled([token], [sparse], probs, [accept_draw], uniform(self._params.seed, position))
+                if not found.num_accepted:
+                    return path, found.next_token
+            path.append(row + 1)
+        return path, self._choose(verdict.logits[-1], proposal.tokens)
+
+    def _chances(self, proposal: Proposal, verdict: Verdict, path: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+        """Probabilities of the tokens that were asked about, where tokens are drawn."""
+        if not proposal.asked or self._params.temperature == 0:
+            return ()
+        found = []
+        for step, row in enumerate(path):
+            probs = self._distribution(verdict.logits[row], proposal.along(path[: step + 1]))
+            found.append(tuple(float(probs[token]) for token in proposal.asked[row]))
+        return tuple(found)
+
+    def _distribution(self, logits: FloatArray, drafted: Sequence[int]) -> FloatArray:
+        prefix = [*self._output_ids, *drafted]
+        return distribution(process_logits(logits, self._params, self._prompt_ids, prefix), self._params)
 
     def _choose(self, logits: FloatArray, drafted: Sequence[int]) -> int:
         """The target's token after the output so far and `drafted`."""

@@ -52,8 +52,9 @@ class Survival:
         hits, total = counts
         return (hits + self._strength * start) / (total + self._strength)
 
-    def update(self, key: Key, claim: float, accepted: bool) -> None:
-        """Count one guess whose predecessors were all accepted."""
+    def update(self, key: Key, claim: float, accepted: float) -> None:
+        """Count one guess whose predecessors were all accepted. `accepted`: 1 or 0, or where the target's probability
+        of the guess is known that: it tells the same with less luck in it."""
         hits, total = self._classes.get(key, (0.0, 0.0))
         self._classes[key] = _faded(hits + accepted, total + 1)
         hits, claimed = self._sources.get(key[0], (0.0, 0.0))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash.core.guesses import ROOT, Guess, Guesses, Node
-from dflash.types import Acceptance, Proposal
+from dflash.types import Acceptance, DrawnFrom, Proposal
 
 
 def ancestor_matrix(parents: Sequence[int], num_rows: int) -> NDArray[np.bool_]:
@@ -50,6 +50,30 @@ def walk(proposal: Proposal, choose: Callable[[int, int], int]) -> Acceptance:
             path.append(index + 1)
             token = choose(index + 1, len(path) - 1)
     return Acceptance(tuple(path), token)
+
+
+def walk_drawn(
+    proposal: Proposal,
+    choose: Callable[[int, int], int],
+    accepts: Callable[[int, int, DrawnFrom], bool],
+    replacement: Callable[[int, DrawnFrom], int],
+) -> Acceptance:
+    """The same for a chain with tokens that were drawn: each is accepted with min(1, p/q), and where it is not, the
+    next token comes from what p has beyond q (arXiv:2211.17192). Point masses among them are compared as in `walk`.
+
+    Args:
+        accepts: (row, token, q) -> whether the token drawn from q stands behind that row.
+        replacement: (row, q) -> a token from the residual (p - q)+.
+    """
+    for row, (token, drawn_from) in enumerate(zip(proposal.tokens, proposal.drawn_from, strict=True)):
+        if drawn_from is None:
+            own = choose(row, row)
+            if own != token:
+                return Acceptance.chain(row, own)
+        elif not accepts(row, token, drawn_from):
+            return Acceptance.chain(row, replacement(row, drawn_from))
+    last = len(proposal.tokens)
+    return Acceptance.chain(last, choose(last, last))
 
 
 def grow_chain(guesses: Guesses, *, max_depth: int, least: float) -> list[Node]:

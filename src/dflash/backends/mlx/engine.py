@@ -30,7 +30,6 @@ from dflash.backends.mlx.loading import (
 )
 from dflash.backends.mlx.sampling import MLXAcceptor
 from dflash.backends.mlx.target import MLXTarget
-from dflash.core.adaptive import Memory
 from dflash.core.autoregressive import CHAIN
 from dflash.core.calibration import Device, load_costs
 from dflash.core.draft_reader import DraftDescription, draft_sha256, read_draft
@@ -39,6 +38,7 @@ from dflash.core.engine import Engine, EngineInfo
 from dflash.core.exactness import PROBED_WIDTH, WIDEST_ON_DEVICES, WidthClass
 from dflash.core.language_model import check_same_tokens, folder_is_language_model
 from dflash.core.loop import Clock
+from dflash.core.memory import Memory
 from dflash.core.pair import check_shapes
 from dflash.core.pair_checks import TargetTokens, raw_config, token_findings, warn
 from dflash.core.published import warn_of_changes

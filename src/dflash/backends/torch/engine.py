@@ -35,7 +35,6 @@ from dflash.backends.torch.packing import pack_linears
 from dflash.backends.torch.plain_form import packed_steps_are_faster
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
-from dflash.core.adaptive import Memory
 from dflash.core.autoregressive import CHAIN
 from dflash.core.calibration import Device, load_costs
 from dflash.core.draft_config import DraftConfig
@@ -46,6 +45,7 @@ from dflash.core.engine import Engine, EngineInfo
 from dflash.core.exactness import PROBED_WIDTH, WIDEST_ON_DEVICES, WidthClass
 from dflash.core.language_model import check_same_tokens, folder_is_language_model
 from dflash.core.loop import Clock
+from dflash.core.memory import Memory
 from dflash.core.pair_checks import TargetTokens, raw_config, token_findings, warn
 from dflash.core.published import warn_of_changes
 from dflash.registry import DRAFTERS, MODEL_FREE_DRAFTERS, load_attribute

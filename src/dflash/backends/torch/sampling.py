@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dflash.core.draws import uniforms
+from dflash.core.draws import ACCEPTANCE, uniforms
 from dflash.core.processing import Counts, Penalties, check_bias, has_penalties, require_finite
-from dflash.core.tree import walk
-from dflash.types import Acceptance, Proposal, SamplingParams, Verdict
+from dflash.core.tree import walk, walk_drawn
+from dflash.types import Acceptance, DrawnFrom, Proposal, SamplingParams, Verdict
 
 _WITHOUT_FLOAT64 = frozenset({"mps"})
 
@@ -57,36 +58,23 @@ class TorchAcceptor:
         rows it reads are not finite."""
         logits: Tensor = verdict.logits.detach().to(self._device)
         assert logits.shape[0] == len(proposal.tokens) + 1, "one row per draft token and one for the anchor"
-        acceptance = walk(proposal, self._chooser(proposal, logits))
+        judge = _Judge(self._processor(proposal, logits), proposal, self._params, self._position, self._row_by_row)
+        sampled = self._params.temperature > 0
+        if sampled and proposal.drawn_from:
+            acceptance = walk_drawn(proposal, judge.choose, judge.accepts, judge.replacement)
+        else:
+            acceptance = walk(proposal, judge.choose)
+        if sampled and proposal.asked:
+            acceptance = replace(acceptance, chances=judge.chances(acceptance.path, proposal.asked))
         self._position += len(acceptance.path)
         if self._penalties is not None:
             self._penalties.extend((*proposal.along(acceptance.path), acceptance.next_token))
         return acceptance
 
-    def _chooser(self, proposal: Proposal, logits: Tensor) -> Callable[[int, int], int]:
-        """(row, depth) -> the target's own token of that row, computed when it is asked for where that is cheaper."""
+    def _processor(self, proposal: Proposal, logits: Tensor) -> Callable[[slice], Tensor]:
+        """Rows -> their processed logits."""
         counts = None if self._penalties is None else self._penalties.counts(proposal)
-        depths = proposal.depths()
-        sampled = self._params.temperature > 0
-        draws = uniforms(self._params.seed, self._position, max(depths) + 1) if sampled else None
-        if not self._row_by_row:
-            chosen = self._choose(self._process(logits, counts, slice(None)), None if draws is None else draws[depths])
-            return lambda row, depth: chosen[row]
-
-        def choose(row: int, depth: int) -> int:
-            rows = slice(row, row + 1)
-            processed = self._process(logits[rows], counts, rows)
-            return self._choose(processed, None if draws is None else draws[depth : depth + 1])[0]
-
-        return choose
-
-    def _choose(self, processed: Tensor, draws: np.ndarray | None) -> list[int]:
-        """The target's tokens of processed rows [R, V]: drawn with `draws` [R], or the arg max without."""
-        if draws is not None:
-            return _draw(_weights(processed, self._params), draws)
-        if len(processed) == 1 and processed.device.type == "cpu":
-            return [_greedy_row(processed)]
-        return _greedy(processed)
+        return lambda rows: self._process(logits[rows], counts, rows)
 
     def _process(self, logits: Tensor, counts: Counts | None, rows: slice) -> Tensor:
         """Bias and penalties; float32 unless there is nothing to do. `logits` [R, V] are rows `rows`."""
@@ -98,6 +86,77 @@ class TorchAcceptor:
         if counts is not None:
             _apply_penalties(result, self._params, counts, rows)
         return result
+
+
+class _Judge:
+    """One round's rows: the target's tokens and probabilities, computed when they are asked for, one row at a time or
+    all at once."""
+
+    def __init__(
+        self,
+        process: Callable[[slice], Tensor],  # rows -> processed logits [R, V]
+        proposal: Proposal,
+        params: SamplingParams,
+        position: int,
+        row_by_row: bool,
+    ) -> None:
+        """`position`: of the token behind the anchor."""
+        self._process, self._params, self._row_by_row = process, params, row_by_row
+        self._depths = proposal.depths()
+        self._seed_at = params.seed, position, max(self._depths) + 1
+        self._draws = uniforms(*self._seed_at) if params.temperature > 0 else None
+        self._acceptance_draws = uniforms(*self._seed_at, word=ACCEPTANCE) if proposal.drawn_from else None
+        self._weights: dict[int, Tensor] = {}  # row -> [1, V]
+        self._chosen: list[int] | None = None  # of all rows
+
+    def choose(self, row: int, depth: int) -> int:
+        """The target's own token behind a row."""
+        if self._row_by_row:
+            if self._draws is not None:
+                return _draw(self._row(row), self._draws[depth : depth + 1])[0]
+            processed = self._process(slice(row, row + 1))
+            return _greedy_row(processed) if processed.device.type == "cpu" else _greedy(processed)[0]
+        if self._chosen is None:
+            processed = self._process(slice(None))
+            if self._draws is None:
+                self._chosen = _greedy(processed)
+            else:
+                weights = _weights(processed, self._params)
+                self._weights = dict(enumerate(weights.split(1)))
+                self._chosen = _draw(weights, self._draws[self._depths])
+        return self._chosen[row]
+
+    def accepts(self, row: int, token: int, drawn_from: DrawnFrom) -> bool:
+        """Whether a token drawn from q stands behind a row of a chain: with probability min(1, p/q)."""
+        assert self._acceptance_draws is not None
+        weights = self._row(row)[0]
+        share = float(weights[token] / weights.sum())
+        return float(self._acceptance_draws[row]) * drawn_from.of(token) < share
+
+    def replacement(self, row: int, drawn_from: DrawnFrom) -> int:
+        """A token from the residual (p - q)+; from p if nothing is left, which is rounding only."""
+        assert self._draws is not None
+        weights = self._row(row)
+        probs = weights / weights.sum()
+        rest = probs.clone()
+        rest[0, list(drawn_from.ids)] -= torch.tensor(drawn_from.probs, dtype=rest.dtype, device=rest.device)
+        rest.clamp_(min=0)
+        return _draw(rest if float(rest.sum()) > 0 else probs, self._draws[row : row + 1])[0]
+
+    def chances(self, path: Sequence[int], asked: Sequence[Sequence[int]]) -> tuple[tuple[float, ...], ...]:
+        """Probabilities of tokens behind the rows of a path."""
+        found = []
+        for row in path:
+            weights = self._row(row)[0]
+            ids = list(asked[row])
+            found.append(tuple((weights[ids] / weights.sum()).tolist()) if ids else ())
+        return tuple(found)
+
+    def _row(self, row: int) -> Tensor:
+        """Probabilities [1, V] of a row up to a factor."""
+        if row not in self._weights:
+            self._weights[row] = _weights(self._process(slice(row, row + 1)), self._params)
+        return self._weights[row]
 
 
 class _Bias:

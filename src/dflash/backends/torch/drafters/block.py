@@ -1,6 +1,7 @@
 """What all drafters of one block share: context keys and values, the forward of a block, logits of its slots.
 
 Context rows are projected once per committed token and kept; the block's own rows are overwritten by the next block.
+Rows wait until the next block needs them, so that a draft that is not asked costs next to nothing.
 How slots become tokens is the drafter's own: a subclass of `BlockSession` with one method.
 """
 
@@ -20,6 +21,8 @@ from dflash.types import CandidateTable, Proposal
 
 _BUCKET = 512
 """Context storage grows in these steps (rows)."""
+_WAITING = 64
+"""Rows that may wait to be projected: each keeps the features of its round's forward alive."""
 
 
 class BlockDrafter:
@@ -78,6 +81,8 @@ class BlockSession:
     def __init__(self, shared: BlockDrafter) -> None:
         self._shared = shared
         self._num_context = 0
+        self._waiting: list[Tensor] = []  # features of rows behind those in the storage
+        self._num_waiting = 0
         self._storage: list[ContextKV] = []
         self._limit: int | None = None
 
@@ -91,19 +96,29 @@ class BlockSession:
         """Most tokens one block proposes."""
         return self._shared.network.config.max_proposal
 
-    @torch.inference_mode()
     def observe(self, token_ids: Sequence[int], features: Any) -> None:
-        """Project the features [len(token_ids), taps x hidden] of newly committed tokens and keep the result."""
+        """Keep the features [len(token_ids), taps x hidden] of newly committed tokens for the next block."""
         assert features is not None
         assert features.shape[0] == len(token_ids)
-        network, start = self._shared.network, self._num_context
-        positions = torch.arange(start, start + len(token_ids), device=features.device)[None]
+        self._waiting.append(features)
+        self._num_waiting += len(token_ids)
+        if self._num_waiting > _WAITING:
+            self._project()
+
+    @torch.inference_mode()
+    def _project(self) -> None:
+        """Turn all waiting features into context keys and values, in one go."""
+        if not self._waiting:
+            return
+        network, start, end = self._shared.network, self._num_context, self._num_context + self._num_waiting
+        features = self._waiting[0] if len(self._waiting) == 1 else torch.cat(self._waiting)
+        positions = torch.arange(start, end, device=features.device)[None]
         rows = network.project_context(features[None].to(network.fc.weight.dtype), positions)
-        self._reserve(start + len(token_ids) + network.config.block_size, rows)
+        self._reserve(end + network.config.block_size, rows)
         for kept, new in zip(self._storage, rows, strict=True):
-            kept.keys_NKSD[:, :, start : start + len(token_ids)] = new.keys_NKSD
-            kept.values_NKSD[:, :, start : start + len(token_ids)] = new.values_NKSD
-        self._num_context += len(token_ids)
+            kept.keys_NKSD[:, :, start:end] = new.keys_NKSD
+            kept.values_NKSD[:, :, start:end] = new.values_NKSD
+        self._num_context, self._waiting, self._num_waiting = end, [], 0
 
     @torch.inference_mode()
     def propose(self, anchor: int, budget: int) -> Proposal:
@@ -127,6 +142,7 @@ class BlockSession:
 
     def _hidden(self, anchor: int) -> Tensor:
         """Final states [T, H] of the slots that predict, for the block behind the context."""
+        self._project()
         shared = self._shared
         network, n = shared.network, self._num_context
         ids = shared.block_ids.clone()

@@ -1,0 +1,119 @@
+"""What requests of one engine teach the next ones: costs, how guesses fare, and whether the draft is worth its forward.
+
+Costs hold for the machine. The rest depends on how tokens are drawn, since a guess that is the target's first choice is
+right in every greedy round and in a share of the sampled ones; so it is kept apart by temperature. Decides speed, never
+text.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from dflash.core.cost import CostTracker
+from dflash.core.sampled import Agreements
+from dflash.core.survival import Survival
+
+COPY_STEPS = (0.0, 0.35, 0.65, 0.85)
+"""Borders between the classes of a round's best copy, in which the draft's use is followed apart: a draft may be worth
+its forward only where there is nothing to copy."""
+NUM_CLASSES = len(COPY_STEPS) + 1
+TRIALS = 8
+"""Drafts before their use is judged."""
+POOLED_WEIGHT = 4
+"""Drafts of its own class that the mean over all classes weighs as much as."""
+FIRST_REST, LONGEST_REST = 8, 128
+"""Rounds until a resting draft is tried again; doubled at each trial that fails, `FIRST_REST` after one that pays."""
+HYSTERESIS = 0.1
+"""Share by which the draft's gain must leave its price before the decision changes."""
+SLOW = 1 / 16
+"""Share of the newest round in a running average."""
+TREE_GAIN = 1.10
+"""Trees are taken in mode "auto" only if they bring at least so many times the tokens per second of chains."""
+TREE_ROUNDS = 64
+"""Rounds that this is judged by, at least."""
+TEMPERATURES = (0.0, 0.5, 0.9)
+"""Upper ends of the classes of sampling temperatures; the last class is above them."""
+
+
+@dataclass
+class Average:
+    """Mean of the first values, then a running one."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        """Take one more value in."""
+        self.count += 1
+        self.value += (value - self.value) * max(1 / self.count, SLOW)
+
+
+@dataclass(slots=True)
+class Rest:
+    """Whether the draft is asked in one class of rounds, with hysteresis, and when it is tried again if not."""
+
+    asking: bool = True
+    waited: int = 0
+    until: int = FIRST_REST
+
+    def asks(self, gain: float | None, needed: float) -> bool:
+        """`gain`: tokens that asking will add, if known; `needed`: tokens that its time would bring otherwise."""
+        if gain is not None:
+            self.asking = gain > needed * (1 - HYSTERESIS if self.asking else 1 + HYSTERESIS)
+        if self.asking:
+            self.waited, self.until = 0, FIRST_REST
+            return True
+        self.waited += 1
+        return self.waited >= self.until
+
+    def tried(self, gain: float, needed: float) -> None:
+        """The draft was asked and added `gain` tokens."""
+        if not self.asking:
+            self.waited = 0
+            self.until = FIRST_REST if gain > needed else min(2 * self.until, LONGEST_REST)
+
+
+class Lessons:
+    """What was learned at one class of temperatures."""
+
+    def __init__(self) -> None:
+        self.survival = Survival()
+        self.rests = [Rest() for _ in range(NUM_CLASSES)]
+        self.gains = [Average() for _ in range(NUM_CLASSES)]
+        """Tokens per round that the draft added, by class of the round's best copy."""
+        self.gain = Average()
+        """The same over all rounds."""
+        self.chain, self.tree = Average(), Average()
+        """Expected tokens per second of the best chain and of the best tree, where both were weighed."""
+        self.agreements = Agreements()
+
+    def add_gain(self, kind: int, tokens: float) -> None:
+        """A draft added so many expected tokens to a round of class `kind`."""
+        self.gains[kind].add(tokens)
+        self.gain.add(tokens)
+
+    def expected_gain(self, kind: int) -> float | None:
+        """What a draft will add in a round of this class; None as long as that is not known."""
+        if self.gain.count < TRIALS:
+            return None
+        own = self.gains[kind]
+        count = min(own.count, int(1 / SLOW))
+        return (count * own.value + POOLED_WEIGHT * self.gain.value) / (count + POOLED_WEIGHT)
+
+    @property
+    def trees_win(self) -> bool:
+        """Whether trees have been shown to be worth leaving bit-exactness for."""
+        return self.tree.count >= TREE_ROUNDS and self.tree.value >= TREE_GAIN * self.chain.value
+
+
+class Memory:
+    """Of one engine."""
+
+    def __init__(self, costs: CostTracker | None = None) -> None:
+        self.costs = costs or CostTracker()
+        self._lessons = [Lessons() for _ in range(len(TEMPERATURES) + 1)]
+
+    def at(self, temperature: float) -> Lessons:
+        """What was learned from requests of such a temperature."""
+        return self._lessons[bisect_left(TEMPERATURES, temperature)]
