@@ -120,6 +120,11 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
 )
 """Backend -> "module:attribute" of its `load`, imported on use. `dflash.load` is that of "torch"."""
 
+ORACLES: Mapping[str, str] = MappingProxyType(
+    {"torch": "dflash.audit.torch_oracle:TorchOracle", "mlx": "dflash.audit.mlx_oracle:MLXOracle"}
+)
+"""Backend -> "module:attribute" of what says what its bare models say (`audit/oracle.py`), imported on use."""
+
 BENCH_BACKENDS: Mapping[str, str] = MappingProxyType(
     {
         "torch": "dflash.bench.backends.torch:open_backend",

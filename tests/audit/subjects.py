@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from dflash.backends.torch.engine import TorchEngine
 from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.target import TorchTarget
-from dflash.core.engine import EngineInfo
+from dflash.core.engine import Engine, EngineInfo
+from dflash.core.exactness import WidthClass
 from dflash.types import Proposal, SamplingParams
 
 PROMPTS = (("one", list(range(20, 40))), ("two", list(range(60, 75))))
@@ -56,11 +57,16 @@ class KnowingSession:
         return Proposal(tuple(1 if (len(prefix) + at) % 3 == 0 else token for at, token in enumerate(guesses)))
 
 
-def engine_of(model: PreTrainedModel) -> TorchEngine:
-    """An engine that decodes `model` in the form that the probe finds, with the knowing drafter."""
+def plain_engine_of(model: PreTrainedModel) -> TorchEngine:
+    """An engine without a draft that decodes `model` in the form that the probe finds."""
     found = probe(model, max_width=16, block_size=BLOCK)
     target = TorchTarget(model, exact_width=found.width)
-    info = EngineInfo(
+    info = info_of(found, str(model.dtype).removeprefix("torch."), "cpu")
+    return TorchEngine(target=target, drafter=None, tokenizer=Tokenizer(), eos_ids=frozenset(), info=info)
+
+
+def info_of(found: WidthClass, dtype: str, device: str) -> EngineInfo:
+    return EngineInfo(
         target="tiny",
         target_revision=None,
         draft="knowing",
@@ -68,16 +74,37 @@ def engine_of(model: PreTrainedModel) -> TorchEngine:
         draft_sha256=None,
         block_size=BLOCK,
         width=None,
-        dtype=str(model.dtype).removeprefix("torch."),
-        device="cpu",
+        dtype=dtype,
+        device=device,
         num_threads=1,
         exactness=found,
     )
-    tokenizer: Any = Tokenizer()
-    engine = TorchEngine(target=target, drafter=None, tokenizer=tokenizer, eos_ids=frozenset(), info=info)
-    params = SamplingParams(max_new_tokens=NUM_TOKENS)
-    drafter: Any = KnowingDrafter(
-        [[*ids, *engine.generate(prompt_ids=ids, params=params).token_ids] for _, ids in PROMPTS]
-    )
-    engine.drafter = drafter
+
+
+def engine_of(model: PreTrainedModel) -> TorchEngine:
+    """The same with the knowing drafter."""
+    engine = plain_engine_of(model)
+    engine.drafter = knowing(engine)
     return engine
+
+
+def mlx_engine_of(family: str) -> Engine:
+    """An engine over a family of mlx-lm with the knowing drafter."""
+    from dflash.backends.mlx.engine import MLXEngine
+    from dflash.backends.mlx.exactness import probe as mlx_probe
+    from dflash.backends.mlx.target import MLXTarget
+    from tests.backends.mlx.families import FAMILIES, MAX_LENGTH
+
+    model = FAMILIES[family].build()
+    found = mlx_probe(model, max_length=MAX_LENGTH, max_width=16, block_size=BLOCK)
+    target = MLXTarget(model, max_length=MAX_LENGTH, exact_width=found.width)
+    info = info_of(found, "float32", "mlx cpu")
+    engine = MLXEngine(target=target, drafter=None, tokenizer=Tokenizer(), eos_ids=frozenset(), info=info)
+    engine.drafter = knowing(engine)
+    return engine
+
+
+def knowing(engine: Engine) -> KnowingDrafter:
+    """The drafter that knows what `engine` says to the prompts."""
+    params = SamplingParams(max_new_tokens=NUM_TOKENS)
+    return KnowingDrafter([[*ids, *engine.generate(prompt_ids=ids, params=params).token_ids] for _, ids in PROMPTS])

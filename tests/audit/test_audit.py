@@ -12,27 +12,35 @@ import torch
 from dflash.audit.run import AuditReport, Workload, audit
 from dflash.backends.torch.engine import TorchEngine
 from dflash.backends.torch.masks import BlockMask
-from dflash.backends.torch.sampling import TorchAcceptor
+from dflash.core.engine import Engine
 from dflash.core.protocols import Acceptor
 from dflash.errors import ConfigError
 from dflash.types import Acceptance, Proposal, SamplingParams, Verdict
-from tests.audit.subjects import NUM_TOKENS, PROMPTS, engine_of
+from tests.audit.subjects import NUM_TOKENS, PROMPTS, engine_of, mlx_engine_of
 from tests.backends.tiny_targets import llama
 
 WORK = Workload(max_new_tokens=NUM_TOKENS, num_runs=8)
 
 
+@pytest.fixture(scope="module", params=["torch", "mlx"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    if request.param == "torch":
+        return engine_of(llama(max_length=256))
+    pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
+    return mlx_engine_of("Llama with windows")
+
+
 @pytest.fixture(scope="module")
-def engine() -> TorchEngine:
+def torch_engine() -> TorchEngine:
     return engine_of(llama(max_length=256))
 
 
 @pytest.fixture(scope="module")
-def clean(engine: TorchEngine) -> AuditReport:
+def clean(engine: Engine) -> AuditReport:
     return audit(engine, PROMPTS, WORK)
 
 
-def test_a_lossless_engine_passes(engine: TorchEngine, clean: AuditReport) -> None:
+def test_a_lossless_engine_passes(engine: Engine, clean: AuditReport) -> None:
     """Guards against false alarms, and against an audit that looks at nothing."""
     assert clean.failures == []
     assert clean.passed
@@ -40,7 +48,7 @@ def test_a_lossless_engine_passes(engine: TorchEngine, clean: AuditReport) -> No
     assert [text.num_tokens for text in clean.texts] == [NUM_TOKENS] * 2
     assert all(text.difference is None and text.stranger is None for text in clean.texts)
     assert all(1.5 < text.acceptance_length < 5 for text in clean.texts), "the drafter must be right and wrong"
-    assert sum(clean.widths.kinds.values()) == 3
+    assert sum(clean.widths.kinds.values()) == len(engine.target.layer_kinds) >= 2
     assert clean.widths.num_rows == 32
     if engine.info.exact:
         assert clean.widths.num_equal == 32
@@ -48,18 +56,20 @@ def test_a_lossless_engine_passes(engine: TorchEngine, clean: AuditReport) -> No
     assert [law.num_runs for law in clean.laws] == [8, 200]
     assert clean.laws[0].num_tokens == 32
     assert clean.laws[1].num_tokens >= 200
-    assert clean.rollbacks[0].num_cases >= 4
+    assert len(clean.rollbacks) == (1 if engine.target.widest_window is None else 2)
+    assert all(rollback.num_cases >= 4 for rollback in clean.rollbacks)
+    assert clean.window_covered
     assert clean.share.num_tokens == 2 * NUM_TOKENS
 
 
-def test_without_a_draft_there_is_nothing_to_audit(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_draft_there_is_nothing_to_audit(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an audit that compares plain decoding with itself."""
     monkeypatch.setattr(engine, "drafter", None)
     with pytest.raises(ConfigError, match="no draft"):
         audit(engine, PROMPTS, WORK)
 
 
-def test_progress_is_told(engine: TorchEngine) -> None:
+def test_progress_is_told(engine: Engine) -> None:
     """Guards against minutes of silence."""
     told: list[tuple[str, float | None]] = []
     audit(engine, PROMPTS[:1], Workload(max_new_tokens=2, num_runs=1), progress=lambda *step: told.append(step))
@@ -67,7 +77,7 @@ def test_progress_is_told(engine: TorchEngine) -> None:
     assert told[-1] == ("sampling", 1.0)
 
 
-def caught(engine: TorchEngine, *words: str) -> None:
+def caught(engine: Engine, *words: str) -> None:
     """The audit must fail and say each of these words in one of its failures."""
     report = audit(engine, PROMPTS, WORK)
     assert not report.passed
@@ -75,7 +85,7 @@ def caught(engine: TorchEngine, *words: str) -> None:
         assert any(word in failure for failure in report.failures), report.failures
 
 
-def test_a_row_that_sees_the_next_one_is_caught(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_sees_the_next_one_is_caught(torch_engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault in the mask: both forms of decoding have it, so only the bare model can tell."""
     rows = BlockMask.rows
 
@@ -86,10 +96,10 @@ def test_a_row_that_sees_the_next_one_is_caught(engine: TorchEngine, monkeypatch
         return mask
 
     monkeypatch.setattr(BlockMask, "rows", leaking)
-    caught(engine, "bare model")
+    caught(torch_engine, "bare model")
 
 
-def test_a_row_that_misses_a_key_is_caught(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_misses_a_key_is_caught(torch_engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The opposite fault: the first token of the prompt is hidden, so that texts still look fine."""
     rows = BlockMask.rows
 
@@ -99,7 +109,7 @@ def test_a_row_that_misses_a_key_is_caught(engine: TorchEngine, monkeypatch: pyt
         return mask
 
     monkeypatch.setattr(BlockMask, "rows", blind)
-    caught(engine, "bare model")
+    caught(torch_engine, "bare model")
 
 
 class Tampered:
@@ -114,19 +124,21 @@ class Tampered:
 
 def tamper(
     monkeypatch: pytest.MonkeyPatch,
-    engine: TorchEngine,
+    engine: Engine,
     change: Callable[[Proposal, Acceptance], Acceptance],
     *,
     sampled_only: bool = False,
 ) -> None:
+    make = engine.acceptor
+
     def acceptor(params: SamplingParams, prompt_ids: Sequence[int]) -> Any:
-        right = TorchAcceptor(params, prompt_ids, engine.target.vocab_size)
+        right = make(params, prompt_ids)
         return right if sampled_only and params.temperature == 0 else Tampered(right, change)
 
     monkeypatch.setattr(engine, "acceptor", acceptor)
 
 
-def test_an_acceptor_that_takes_one_too_many_is_caught(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_acceptor_that_takes_one_too_many_is_caught(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault in the acceptor: the first guess always stands."""
 
     def lenient(proposal: Proposal, right: Acceptance) -> Acceptance:
@@ -137,7 +149,7 @@ def test_an_acceptor_that_takes_one_too_many_is_caught(engine: TorchEngine, monk
 
 
 def test_an_acceptor_that_is_wrong_with_and_without_a_draft_is_caught(
-    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both forms say the neighbour of the best token, so that their texts agree."""
     size = engine.target.vocab_size
@@ -145,13 +157,13 @@ def test_an_acceptor_that_is_wrong_with_and_without_a_draft_is_caught(
     caught(engine, "bare model says")
 
 
-def test_biased_sampling_is_caught(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault at temperatures above 0 only: three of ten rejected guesses are taken nevertheless. Greedy texts are
+def test_biased_sampling_is_caught(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault at temperatures above 0 only: six of ten rejected guesses are taken nevertheless. Greedy texts are
     right, so the chi-square test must see it."""
     luck = np.random.default_rng(0)
 
     def biased(proposal: Proposal, right: Acceptance) -> Acceptance:
-        if right.num_accepted or not proposal.tokens or luck.random() > 0.3:
+        if right.num_accepted or not proposal.tokens or luck.random() > 0.6:
             return right
         return Acceptance.chain(1, right.next_token)
 
@@ -159,13 +171,58 @@ def test_biased_sampling_is_caught(engine: TorchEngine, monkeypatch: pytest.Monk
     caught(engine, "target's law")
 
 
-def test_a_width_class_that_does_not_hold_is_caught(engine: TorchEngine) -> None:
+def test_a_width_class_that_does_not_hold_is_caught(torch_engine: TorchEngine) -> None:
     """A fault in what is promised: narrow forwards take another path after the probe has run."""
-    if not engine.info.exact:
+    if not torch_engine.info.exact:
         pytest.skip("no width class on this machine")
-    layer = engine.target.model.get_decoder().layers[1].mlp
+    layer = torch_engine.target.model.get_decoder().layers[1].mlp
     hook = layer.register_forward_hook(lambda module, inputs, out: out + 1e-5 * (out.shape[1] < 6))
     try:
-        caught(engine, "layer 1")
+        caught(torch_engine, "layer 1")
     finally:
         hook.remove()
+
+
+@pytest.mark.parametrize("fault", ["keys", "recurrence", "mask"])
+def test_a_fault_in_the_states_of_mlx_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of a window one row too few after a rejection, a recurrent state that keeps rejected rows, a row that sees
+    the next one."""
+    pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
+    from dflash.backends.mlx.states.keyvalue import KeyValueState
+    from dflash.backends.mlx.states.recurrent import RecurrentState
+
+    engine = mlx_engine_of("Qwen3.5" if fault == "recurrence" else "Llama with windows")
+    if fault == "keys":
+        commit = KeyValueState.commit
+
+        def lost(self: KeyValueState, num_rows: int) -> None:
+            commit(self, num_rows)
+            if 0 < num_rows < self.span.num_rows and self.window is not None:
+                assert self.keys is not None and not isinstance(self.keys, tuple)
+                at = self.span.start + num_rows - 1 - self._base
+                self.keys[..., at, :] = self.keys[..., at + 1, :]
+
+        monkeypatch.setattr(KeyValueState, "commit", lost)
+    elif fault == "recurrence":
+        monkeypatch.setattr(RecurrentState, "keeps_prefixes", True)
+        monkeypatch.setattr(RecurrentState, "commit", lambda self, num_rows: None)
+    else:
+        make_mask = KeyValueState.make_mask
+
+        def leaking(self: KeyValueState, *arguments: Any, **keywords: Any) -> Any:
+            mask = make_mask(self, *arguments, **keywords)
+            return mask if mask is None or isinstance(mask, str) else mask | (mask.cumsum(axis=-1) == 0)
+
+        monkeypatch.setattr(KeyValueState, "make_mask", leaking)
+    caught(engine, {"keys": "RotatingKVCache", "recurrence": "ArraysCache", "mask": "bare model"}[fault])
+    engine.close()
+
+
+def test_quantised_keys_and_values_are_not_the_bare_models() -> None:
+    """Guards against a fault that is none: the bare model does not quantise them."""
+    pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
+    engine: Any = mlx_engine_of("Llama")
+    engine.target.kv_bits = 8
+    with pytest.raises(ConfigError, match="load without kv_bits"):
+        audit(engine, PROMPTS, WORK)
+    engine.close()

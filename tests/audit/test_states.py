@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from dflash.audit.oracle import TorchOracle
+from dflash.audit.oracle import open_oracle
+from dflash.audit.recorder import LayerRecorder
 from dflash.audit.states import RollbackAudit, audit_rollback
-from dflash.audit.torch_recorder import TorchRecorder
-from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.states.full import FullKeyValueState
 from dflash.backends.torch.states.recurrent import RecurrentState
 from dflash.backends.torch.states.sliding import SlidingKeyValueState
-from dflash.backends.torch.target import TorchTarget
+from tests.audit.subjects import plain_engine_of
 from tests.backends.architectures import WINDOW, model_of
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -85,12 +84,11 @@ CASES: dict[str, tuple[Break, str]] = {
 
 
 def audited(family: str) -> RollbackAudit:
-    model = model_of(family)
-    found = probe(model, max_width=16, block_size=WIDTH)
-    recorder = TorchRecorder(TorchTarget(model, exact_width=found.width), exact=True)
+    engine = plain_engine_of(model_of(family))
+    recorder = LayerRecorder(engine, exact=True)
     try:
         return audit_rollback(
-            recorder, TorchOracle(model), prompt_length=2 * WINDOW + 3, width=WIDTH, bit_exact=found.holds
+            recorder, open_oracle(engine), prompt_length=2 * WINDOW + 3, width=WIDTH, bit_exact=engine.info.exact
         )
     finally:
         recorder.close()

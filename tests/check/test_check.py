@@ -19,8 +19,14 @@ from tests.cli.fakes import CommandLine, Outcome
 
 PROMPT = "Why is the sky blue?"
 LENGTH = 44
-MACHINE: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1}
-WORDS = ("--dtype", "float32", "--device", "cpu", "--threads", "1", "-n", str(LENGTH))
+MACHINES: dict[str, dict[str, Any]] = {
+    "torch": {"dtype": "float32", "device": "cpu", "num_threads": 1},
+    "mlx": {"dtype": "float32"},
+}
+WORDS = {
+    "torch": ("--dtype", "float32", "--device", "cpu", "--threads", "1", "-n", str(LENGTH)),
+    "mlx": ("--dtype", "float32", "--backend", "mlx", "-n", str(LENGTH)),
+}
 
 
 class Pair:
@@ -46,8 +52,15 @@ class Pair:
         edit_config(folder, **changes)
         return folder
 
-    def check(self, draft: Path) -> Any:
-        return check(str(self.target), str(draft), prompts=read_prompts(self.prompts), max_new_tokens=LENGTH, **MACHINE)
+    def check(self, draft: Path, backend: str) -> Any:
+        return check(
+            str(self.target),
+            str(draft),
+            prompts=read_prompts(self.prompts),
+            backend=backend,
+            max_new_tokens=LENGTH,
+            **MACHINES[backend],
+        )
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +68,27 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(tmp_path_factory.mktemp("pair"))
 
 
+@pytest.fixture(params=["torch", "mlx"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "mlx":
+        pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
+    name: str = request.param
+    return name
+
+
 def subjects(report: Any) -> list[str]:
     return [finding.subject for finding in report.findings if finding.severity == "error"]
 
 
-def test_a_good_draft_is_usable(pair: Pair) -> None:
+def test_a_good_draft_is_usable(pair: Pair, backend: str) -> None:
     """Guards against a check that refuses what is right, or describes something else than what runs."""
-    report = pair.check(pair.draft)
+    report = pair.check(pair.draft, backend)
     assert subjects(report) == []
     assert report.usable
     rows = {row.name: row.value for row in report.rows}
+    kinds = {"torch": ("LlamaForCausalLM", "3 DynamicLayer"), "mlx": ("mlx-lm's llama", "3 KVCache")}[backend]
+    assert kinds[0] in rows["target"]
+    assert kinds[1] in rows["target layers"]
     assert rows["taps"].startswith("1: outputs")
     assert rows["taps elsewhere"].startswith("2 ")
     assert rows["block"] == "5 slots, at most 4 draft tokens"
@@ -79,25 +103,25 @@ def test_a_good_draft_is_usable(pair: Pair) -> None:
     assert report.figures.temperature() is not None
 
 
-def test_the_anchor_read_the_other_way(pair: Pair, tmp_path: Path) -> None:
+def test_the_anchor_read_the_other_way(pair: Pair, backend: str, tmp_path: Path) -> None:
     """Guards against a misread anchor: the same weights, said to predict from slot 0 on."""
-    report = pair.check(pair.copy(tmp_path / "draft", sample_from_anchor=True))
+    report = pair.check(pair.copy(tmp_path / "draft", sample_from_anchor=True), backend)
     assert "anchor" in subjects(report)
     assert not report.usable
 
 
 @pytest.mark.parametrize("tap", [0, 2])
-def test_taps_one_layer_off(pair: Pair, tmp_path: Path, tap: int) -> None:
+def test_taps_one_layer_off(pair: Pair, backend: str, tmp_path: Path, tap: int) -> None:
     """Guards against ids of the right count and range that are the wrong layers: nothing else can see it."""
-    report = pair.check(pair.copy(tmp_path / "draft", target_layer_ids=[tap]))
+    report = pair.check(pair.copy(tmp_path / "draft", target_layer_ids=[tap]), backend)
     assert "taps" in subjects(report)
 
 
-def test_a_draft_that_cannot_be_loaded(pair: Pair, tmp_path: Path) -> None:
+def test_a_draft_that_cannot_be_loaded(pair: Pair, backend: str, tmp_path: Path) -> None:
     """Guards against an exception where a report should say what is wrong, and against reporting one conflict twice."""
-    report = pair.check(pair.copy(tmp_path / "one", num_hidden_layers=3))
+    report = pair.check(pair.copy(tmp_path / "one", num_hidden_layers=3), backend)
     assert [finding.subject for finding in report.findings] == ["layers"]
-    report = pair.check(pair.copy(tmp_path / "two", target_layer_ids=None))
+    report = pair.check(pair.copy(tmp_path / "two", target_layer_ids=None), backend)
     assert subjects(report) == ["loading"]
     assert "target_layer_ids" in report.findings[0].message
     assert (report.usable, report.rows, report.figures) == (False, (), None)
@@ -108,13 +132,14 @@ def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     return CommandLine(monkeypatch, capsys, fake=False)
 
 
-def run(command_line: CommandLine, pair: Pair, draft: Path, *words: str) -> Outcome:
-    return command_line.run("check", str(pair.target), str(draft), "--prompts", str(pair.prompts), *WORDS, *words)
+def run(command_line: CommandLine, pair: Pair, draft: Path, *words: str, backend: str = "torch") -> Outcome:
+    shared = ("--prompts", str(pair.prompts), *WORDS[backend])
+    return command_line.run("check", str(pair.target), str(draft), *shared, *words)
 
 
-def test_command(pair: Pair, command_line: CommandLine) -> None:
+def test_command(pair: Pair, backend: str, command_line: CommandLine) -> None:
     """Guards against a record without what a later report must name, and a table without the verdict."""
-    outcome = run(command_line, pair, pair.draft, "--json")
+    outcome = run(command_line, pair, pair.draft, "--json", backend=backend)
     assert outcome.code == 0, outcome.err
     record = json.loads(outcome.out)
     assert record["usable"] is True
@@ -127,7 +152,7 @@ def test_command(pair: Pair, command_line: CommandLine) -> None:
     }
     assert record["probe"]["acceptance_per_slot"][0] > 0.5
     assert record["probe"]["temperature"]["num_slots"] > 40
-    shown = run(command_line, pair, pair.draft)
+    shown = run(command_line, pair, pair.draft, backend=backend)
     assert shown.code == 0
     for word in ("verdict: usable", "accepted by slot", "other anchor reading", "draft temperature", "theta 10000"):
         assert word in shown.out

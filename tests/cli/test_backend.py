@@ -97,3 +97,16 @@ def test_calibrate_on_mlx(command_line: CommandLine, pair: tuple[str, str], tmp_
     files = list((tmp_path / "cache" / "costs").iterdir())
     assert len(files) == 1, "loading and calibrating must agree on the file"
     assert json.loads(files[0].read_text())["verify"] == record["verify"]
+
+
+@needs_mlx
+def test_audit_on_mlx(command_line: CommandLine, pair: tuple[str, str]) -> None:
+    """Guards against an audit of the other backend: what was found holds for one library only."""
+    small = ("--backend", "mlx", "--dtype", "float32", "-n", "6", "--runs", "2", "--limit", "1")
+    result = command_line.run("audit", *pair, *small, "--json")
+    assert result.code == 0, result.err
+    record = json.loads(result.out)
+    assert record["passed"] is True
+    assert record["engine"]["device"].startswith("mlx")
+    assert record["widths"]["kinds"] == {"KVCache": 3}
+    assert record["laws"][0]["num_runs"] == 2

@@ -1,6 +1,6 @@
 """An independent answer to "what does the target say?": the model's own forward, without any state of this package.
 
-The bare Transformers forward over the whole text: no cache, no mask of ours, no block, no rollback. Everything that
+The library's bare forward over the whole text: no cache, no mask of ours, no block, no rollback. Everything that
 decoding adds can go wrong; what is left here is the library's own path. Its rounding noise is measured, too, by
 feeding the same text with different ends: a difference between two tokens that is smaller than the noise is a tie
 that rounding may decide, a larger one is not.
@@ -8,13 +8,15 @@ that rounding may decide, a larger one is not.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
+
+from dflash.core.engine import Engine
+from dflash.registry import ORACLES, load_attribute
 
 FloatArray = NDArray[np.float32]
 
@@ -36,20 +38,15 @@ class Oracle(Protocol):
         ...
 
 
-class TorchOracle:
-    """The oracle of a PyTorch target."""
+class BareModel(ABC):
+    """The oracle of a model of some library: subclasses run its forward."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._epsilon = torch.finfo(model.dtype).eps
+    epsilon: float
+    """Distance from 1 to the next number of the model's dtype."""
 
-    @torch.inference_mode()
+    @abstractmethod
     def logits(self, ids: Sequence[int], num_rows: int) -> FloatArray:
         """Logits [num_rows, V] of one forward over all of `ids`."""
-        tokens = torch.tensor([list(ids)], device=self._model.device)
-        output = self._model(input_ids=tokens, use_cache=False, logits_to_keep=num_rows)
-        logits: FloatArray = output.logits[0, -num_rows:].float().cpu().numpy()
-        return logits
 
     def tolerance(self, ids: Sequence[int], num_rows: int) -> float:
         """NOISE_FACTOR times the largest change of a logit when the text behind its row is cut differently."""
@@ -59,4 +56,10 @@ class TorchOracle:
             rows = num_rows - cut
             if rows > 0:
                 noise = max(noise, float(np.abs(self.logits(ids[:-cut], rows) - whole[:rows]).max()))
-        return NOISE_FACTOR * noise + EPSILONS * self._epsilon * float(np.abs(whole).max())
+        return NOISE_FACTOR * noise + EPSILONS * self.epsilon * float(np.abs(whole).max())
+
+
+def open_oracle(engine: Engine) -> Oracle:
+    """The oracle of an engine's target. Raises ConfigError for one that decodes otherwise than its bare model."""
+    oracle: Oracle = load_attribute(ORACLES[engine.backend])(engine.target)
+    return oracle

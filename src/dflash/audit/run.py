@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash.audit.oracle import TorchOracle
+from dflash.audit.oracle import Oracle, open_oracle
+from dflash.audit.recorder import LayerRecorder
 from dflash.audit.sampling import LawTest, decisions_on_one_block, runs_from_the_start
 from dflash.audit.states import RollbackAudit, WidthAudit, audit_rollback, audit_widths
 from dflash.audit.texts import TextAudit, audit_text, same_seed_same_text
-from dflash.audit.torch_recorder import TorchRecorder
-from dflash.backends.torch.engine import TorchEngine
-from dflash.core.engine import EngineInfo
+from dflash.core.engine import Engine, EngineInfo
 from dflash.core.textshare import TextShare, pooled
 from dflash.errors import ConfigError
 from dflash.resolve import Progress
@@ -112,7 +111,7 @@ def _text_failures(text: TextAudit) -> list[str]:
 
 
 def audit(
-    engine: TorchEngine,
+    engine: Engine,
     prompts: Sequence[tuple[str, Sequence[int]]],
     workload: Workload | None = None,
     *,
@@ -125,24 +124,24 @@ def audit(
         workload: how much is tried.
         progress: told what is being done and which share of it is finished.
 
-    Raises ConfigError without a draft, PromptError for a prompt that is too long.
+    Raises ConfigError without a draft and for quantised keys and values, PromptError for a prompt that is too long.
     """
     if engine.drafter is None or engine.info.block_size is None:
         raise ConfigError("there is no draft to audit: name one, or train one with `dflash train`.")
     work = workload or Workload()
     report = progress or (lambda what, share: None)
-    oracle = TorchOracle(engine.target.model)
+    oracle = open_oracle(engine)
     exact, width = engine.info.exact, engine.info.width or engine.info.block_size
     must_agree = exact or engine.info.dtype == "float32"
 
     report("comparing forward widths", 0.0)
-    unpadded = TorchRecorder(engine.target, exact=True, exact_width=1)
-    decoding = TorchRecorder(engine.target, exact=exact)
+    unpadded = LayerRecorder(engine, exact=True, exact_width=1)
+    decoding = LayerRecorder(engine, exact=exact)
     try:
         promised = engine.info.exactness.width if exact and engine.info.exactness is not None else None
         widths = audit_widths(unpadded, decoding, max_width=max(16, width), promised=promised)
         report("comparing forward widths", 1.0)
-        window = _window(engine)
+        window = engine.target.widest_window
         lengths = _prompt_lengths(engine, window, width)
         rollbacks = []
         for index, length in enumerate(lengths):
@@ -173,8 +172,8 @@ def audit(
 
 
 def _laws(
-    engine: TorchEngine,
-    oracle: TorchOracle,
+    engine: Engine,
+    oracle: Oracle,
     prompts: Sequence[tuple[str, Sequence[int]]],
     num_runs: int,
     report: Progress,
@@ -193,12 +192,7 @@ def _laws(
     return [whole, block]
 
 
-def _window(engine: TorchEngine) -> int | None:
-    """The widest window of the target's layers; None if all layers see everything."""
-    return max((spec.window for spec in engine.target.layer_specs if spec.window is not None), default=None)
-
-
-def _prompt_lengths(engine: TorchEngine, window: int | None, width: int) -> list[int]:
+def _prompt_lengths(engine: Engine, window: int | None, width: int) -> list[int]:
     room = engine.target.max_length - 4 * max(width, 4)
     lengths = [min(SHORT_PROMPT, room)]
     if window is not None:

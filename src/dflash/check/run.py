@@ -8,20 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash.backends.torch.engine import TorchEngine, load
 from dflash.check.conflicts import code_note, config_conflicts
 from dflash.check.description import PairFacts, Row, describe
 from dflash.check.judgement import judge
+from dflash.check.pair import PairSubject
 from dflash.check.probe import Figures, probe
 from dflash.check.prompts import prompt_ids
-from dflash.check.torch_pair import TorchSubject
 from dflash.core.draft_reader import DraftDescription, read_draft
 from dflash.core.eagle3_config import tap_findings
+from dflash.core.engine import Engine
 from dflash.core.findings import Finding, has_errors
 from dflash.core.pair_checks import TargetTokens, raw_config, token_findings
 from dflash.core.published import published_as
 from dflash.errors import CheckpointError, PairError, UnsupportedModel
 from dflash.prepare.prompts import Conversation
+from dflash.registry import backend_loader
 from dflash.resolve import AUTO, Progress, resolve_draft, resolve_target
 
 MAX_NEW_TOKENS = 32
@@ -50,6 +51,7 @@ def check(
     draft: str = AUTO,
     *,
     prompts: Sequence[Conversation],
+    backend: str = "torch",
     max_new_tokens: int = MAX_NEW_TOKENS,
     progress: Progress | None = None,
     **options: Any,
@@ -58,14 +60,16 @@ def check(
 
     Args:
         target, draft: as for `dflash.load`.
+        backend: what computes (`registry.BACKENDS`).
         prompts: what the probe answers, with `max_new_tokens` tokens each at most.
-        options: dtype, device, num_threads and trust_remote_code of `dflash.load`.
+        options: dtype, device, num_threads and trust_remote_code of the backend's `load`.
 
     Raises:
         ModelError: target or draft cannot be found, ConfigError, PromptError: as `dflash.load` and `Engine.generate`.
             A pair that is found but cannot be used is no error: the report says why.
     """
     report = progress or (lambda what, share: None)
+    load = backend_loader(backend)
     code = bool(options.get("trust_remote_code", False))
     target_source = resolve_target(os.fspath(target), allow_code=code, progress=report)
     draft_source = resolve_draft(os.fspath(draft), target_source, progress=report)
@@ -85,7 +89,7 @@ def check(
 
 
 def _check_loaded(
-    engine: TorchEngine,
+    engine: Engine,
     description: DraftDescription,
     raw: Mapping[str, Any],
     findings: list[Finding],
@@ -106,7 +110,7 @@ def _check_loaded(
     mode = None if published is None or published.mode is None else f"{published.mode} (as published)"
     rows = describe(config, _facts(engine, description, mode))
     figures: Figures | None = None
-    subject = TorchSubject(engine, max_new_tokens)
+    subject = PairSubject(engine, max_new_tokens)
     try:
         progress("probing", 0.0)
         for figures in probe(subject, [prompt_ids(engine, prompt) for prompt in prompts]):
@@ -119,7 +123,7 @@ def _check_loaded(
     return CheckReport(target=info.target, draft=info.draft, rows=rows, findings=findings, figures=figures)
 
 
-def _facts(engine: TorchEngine, description: DraftDescription, mode: str | None) -> PairFacts:
+def _facts(engine: Engine, description: DraftDescription, mode: str | None) -> PairFacts:
     info, shared, config = engine.info, engine.target, description.config
     template = engine.tokenizer.chat_template
     vocabulary = description.vocabulary
@@ -127,8 +131,8 @@ def _facts(engine: TorchEngine, description: DraftDescription, mode: str | None)
     return PairFacts(
         target=info.target,
         target_revision=info.target_revision,
-        target_class=type(shared.model).__name__,
-        target_states=[spec.state for spec in shared.layer_specs],
+        target_class=shared.model_name,
+        target_states=shared.layer_kinds,
         target_vocabulary=shared.vocab_size,
         target_hidden=shared.hidden_size,
         template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,

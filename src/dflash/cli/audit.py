@@ -13,7 +13,7 @@ import typer
 from dflash.cli import report
 from dflash.cli.demo import questions
 from dflash.cli.options import DraftArgument, MachineOptions, TargetArgument, output_option, with_options
-from dflash.cli.session import progress_bar
+from dflash.cli.session import loader, progress_bar
 from dflash.resolve import AUTO
 
 if TYPE_CHECKING:
@@ -49,12 +49,11 @@ def audit(
     """
     asked = questions(prompts, limit)
     with progress_bar("starting") as progress:
-        import dflash
         from dflash.audit.run import Workload
         from dflash.audit.run import audit as run
         from dflash.check.prompts import prompt_ids
 
-        engine = dflash.load(
+        engine = loader(machine.backend)(
             target,
             draft,
             dtype=machine.dtype,

@@ -56,6 +56,7 @@ def check(
         found = run(
             target,
             draft,
+            backend=machine.backend,
             prompts=asked,
             max_new_tokens=max_new_tokens,
             progress=progress,

@@ -140,6 +140,7 @@ class ModelOptions:
 class MachineOptions:
     """How models run, for verbs that take target and draft as arguments."""
 
+    backend: BackendOption = DEFAULT_BACKEND
     dtype: DtypeOption = None
     device: DeviceOption = None
     threads: ThreadsOption = None

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 from jinja2 import TemplateError
@@ -122,6 +122,36 @@ class SharedTarget(Protocol):
         """Context limit in tokens."""
         ...
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of a tap."""
+        ...
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """Layers whose outputs are the features."""
+        ...
+
+    @property
+    def model_name(self) -> str:
+        """The library's name of the model's class, for people."""
+        ...
+
+    @property
+    def layer_kinds(self) -> Sequence[str]:
+        """Kind of each layer's state, in layer order, by the library's names."""
+        ...
+
+    @property
+    def widest_window(self) -> int | None:
+        """Tokens of the widest attention window; None if all layers see everything."""
+        ...
+
+    def with_taps(self, taps: Sequence[int], *, exact_width: int | None = None) -> Self:
+        """Another target over the same weights that records these layers; `exact_width`: least number of rows of its
+        exact forwards (None = as here). To be closed before this one."""
+        ...
+
     def session(self, *, exact: bool = True, features: bool = True) -> TargetSession:
         """A fresh session; `exact`: in the width class of the probe, `features`: record the taps."""
         ...
@@ -133,6 +163,9 @@ class SharedTarget(Protocol):
 
 class Engine(ABC):
     """A target, its draft and its tokenizer, ready for any number of requests."""
+
+    backend: ClassVar[str]
+    """Its name in `registry.BACKENDS`."""
 
     def __init__(
         self,
@@ -167,7 +200,7 @@ class Engine(ABC):
 
     @abstractmethod
     def as_numpy(self, logits: Any) -> NDArray[np.float32]:
-        """Logits of this backend in the host's memory."""
+        """Logits or features of this backend in the host's memory; float32 holds every narrower number exactly."""
 
     @abstractmethod
     def device(self) -> Device:

@@ -167,6 +167,7 @@ def _engine(
 class MLXEngine(Engine):
     """The engine over MLX logits."""
 
+    backend = "mlx"
     target: MLXTarget
 
     def acceptor(self, params: SamplingParams, prompt_ids: Sequence[int]) -> MLXAcceptor:

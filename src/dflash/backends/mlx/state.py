@@ -143,3 +143,10 @@ def check_states(natives: Sequence[Any], model_name: str) -> None:
                     f"layer {layer} of {model_name} keeps its state in a {name}, which this version cannot roll back "
                     f"losslessly on MLX; use a target whose layers keep one of {', '.join(KINDS)}, or --backend torch."
                 )
+
+
+def widest_window(natives: Sequence[Any]) -> int | None:
+    """Tokens of the widest window among mlx-lm's caches of a model; None if there is none."""
+    parts = [part for native in natives for part in getattr(native, "caches", (native,))]
+    windows = [int(part.max_size) for part in parts if type(part).__name__ == "RotatingKVCache"]
+    return max(windows, default=None)

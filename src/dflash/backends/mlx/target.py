@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash.backends.mlx import compat
-from dflash.backends.mlx.state import SessionCache, check_states
+from dflash.backends.mlx.state import SessionCache, check_states, widest_window
 from dflash.backends.mlx.taps import LayerRecorder
 from dflash.backends.mlx.tokens import DeviceTokens
 from dflash.core.pair import TargetShape, check_prompt, check_taps
@@ -35,6 +35,8 @@ class MLXTarget:
         taps: ids z of the tapped layers; a tap is the output of decoder layer z, before the final norm.
         vocab_size, hidden_size, num_layers: of the language model.
         max_length: context limit in tokens.
+        layer_kinds: mlx-lm's class of each layer's cache.
+        widest_window: tokens of the widest attention window; None if all layers see everything.
         exact_width: least number of rows of a decoding forward in exact mode.
         fast_rollback: feed kept rows again only to recurrent layers; False: to the whole model, the reference.
     """
@@ -76,6 +78,8 @@ class MLXTarget:
         self.kv_bits = kv_bits
         self.fast_rollback = fast_rollback
         natives = compat.layer_caches(model)
+        self.layer_kinds = [type(native).__name__ for native in natives]
+        self.widest_window = widest_window(natives)
         check_states(natives, compat.model_name(model))
         check_taps(self.taps, self.num_layers, compat.model_name(model))
         self._embedding, self._head = compat.embedding_and_head(model)
@@ -89,6 +93,11 @@ class MLXTarget:
     def shape(self) -> TargetShape:
         """The sizes that a draft depends on."""
         return TargetShape(self.vocab_size, self.hidden_size, self.num_layers)
+
+    @property
+    def model_name(self) -> str:
+        """mlx-lm's name of the model's family."""
+        return compat.model_name(self.model)
 
     @property
     def num_features(self) -> int:
@@ -118,6 +127,17 @@ class MLXTarget:
             features: record the taps; without a drafter nobody reads them.
         """
         return MLXTargetSession(self, exact=exact, features=features)
+
+    def with_taps(self, taps: Sequence[int], *, exact_width: int | None = None) -> MLXTarget:
+        """Another target over the same weights that records these layers, to be closed before this one."""
+        return MLXTarget(
+            self.model,
+            max_length=self.max_length,
+            taps=taps,
+            exact_width=exact_width or self.exact_width,
+            kv_bits=self.kv_bits,
+            fast_rollback=self.fast_rollback,
+        )
 
     def close(self) -> None:
         """Leave the model's layers as they were found; sessions made before must not be used any more."""

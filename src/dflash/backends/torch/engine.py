@@ -184,6 +184,7 @@ def _engine(
 class TorchEngine(Engine):
     """The engine over torch logits."""
 
+    backend = "torch"
     target: TorchTarget
     tokenizer: PreTrainedTokenizerBase
 

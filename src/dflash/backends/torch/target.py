@@ -117,6 +117,25 @@ class TorchTarget:
         return len(self.taps) * self.hidden_size
 
     @property
+    def model_name(self) -> str:
+        """Transformers' name of the model's class."""
+        return type(self.model).__name__
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """Transformers' class of each layer's cache, in layer order."""
+        return [spec.state for spec in self.layer_specs]
+
+    @property
+    def widest_window(self) -> int | None:
+        """Tokens of the widest attention window; None if all layers see everything."""
+        return max((spec.window for spec in self.layer_specs if spec.window is not None), default=None)
+
+    def with_taps(self, taps: Sequence[int], *, exact_width: int | None = None) -> TorchTarget:
+        """Another target over the same weights that records these layers, to be closed before this one."""
+        return TorchTarget(self.model, taps=taps, exact_width=exact_width or self.exact_width)
+
+    @property
     def embed_weight(self) -> torch.Tensor:
         """Embedding table, [V, H]."""
         weight = self._embedding.weight
