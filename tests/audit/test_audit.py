@@ -218,6 +218,17 @@ def test_a_fault_in_the_states_of_mlx_is_caught(fault: str, monkeypatch: pytest.
     engine.close()
 
 
+def test_layers_without_a_state_of_their_own() -> None:
+    """Guards against rows that are cut into as many layers as there are states: Nemotron-H's feed-forward layers keep
+    none."""
+    pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
+    engine = mlx_engine_of("Nemotron-H")
+    report = audit(engine, PROMPTS[:1], Workload(max_new_tokens=4, num_runs=1))
+    assert report.failures == []
+    assert sum(report.widths.kinds.values()) == engine.target.num_layers
+    engine.close()
+
+
 def test_quantised_keys_and_values_are_not_the_bare_models() -> None:
     """Guards against a fault that is none: the bare model does not quantise them."""
     pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")

@@ -16,7 +16,8 @@ class LayerRecorder:
         """`exact`: keys in whole buckets, at least `exact_width` rows per forward (None: as the engine has)."""
         self.layer_kinds: Sequence[str] = engine.target.layer_kinds
         self.vocab_size = engine.target.vocab_size
-        self._target = engine.target.with_taps(range(len(self.layer_kinds)), exact_width=exact_width)
+        self._num_layers = engine.target.num_layers
+        self._target = engine.target.with_taps(range(self._num_layers), exact_width=exact_width)
         self._exact = exact
         self._as_numpy = engine.as_numpy
 
@@ -26,7 +27,7 @@ class LayerRecorder:
 
     def layers(self, features: Any) -> FloatArray:
         """[rows, layers, hidden] of features [rows, layers x hidden]."""
-        return self._as_numpy(features).reshape(len(features), len(self.layer_kinds), -1)
+        return self._as_numpy(features).reshape(len(features), self._num_layers, -1)
 
     def logits(self, logits: Any) -> FloatArray:
         """float32 on the host."""

@@ -50,7 +50,7 @@ class PairSubject:
         self._params = SamplingParams(max_new_tokens=max_new_tokens)
         target = engine.target
         taps = tuple(target.taps)
-        shifted = {EARLIER: _shifted(taps, -1, 0), LATER: _shifted(taps, 1, len(target.layer_kinds) - 1)}
+        shifted = {EARLIER: _shifted(taps, -1, 0), LATER: _shifted(taps, 1, target.num_layers - 1)}
         shifted = {name: ids for name, ids in shifted.items() if ids != taps}
         self._union = sorted({*taps, *(tap for ids in shifted.values() for tap in ids)})
         self._recording = target.with_taps(self._union)

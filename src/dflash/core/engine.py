@@ -128,6 +128,11 @@ class SharedTarget(Protocol):
         ...
 
     @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        ...
+
+    @property
     def taps(self) -> Sequence[int]:
         """Layers whose outputs are the features."""
         ...

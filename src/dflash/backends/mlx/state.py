@@ -150,3 +150,10 @@ def widest_window(natives: Sequence[Any]) -> int | None:
     parts = [part for native in natives for part in getattr(native, "caches", (native,))]
     windows = [int(part.max_size) for part in parts if type(part).__name__ == "RotatingKVCache"]
     return max(windows, default=None)
+
+
+def layer_kinds(natives: Sequence[Any], num_layers: int) -> list[str]:
+    """mlx-lm's class of each layer's cache. Where some layers have none (Nemotron-H's feed-forward ones), mlx-lm's list
+    does not say which, and every layer gets all the names."""
+    names = [type(native).__name__ for native in natives]
+    return names if len(names) == num_layers else [" or ".join(sorted(set(names)))] * num_layers

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash.backends.mlx import compat
-from dflash.backends.mlx.state import SessionCache, check_states, widest_window
+from dflash.backends.mlx.state import SessionCache, check_states, layer_kinds, widest_window
 from dflash.backends.mlx.taps import LayerRecorder
 from dflash.backends.mlx.tokens import DeviceTokens
 from dflash.core.pair import TargetShape, check_prompt, check_taps
@@ -78,7 +78,7 @@ class MLXTarget:
         self.kv_bits = kv_bits
         self.fast_rollback = fast_rollback
         natives = compat.layer_caches(model)
-        self.layer_kinds = [type(native).__name__ for native in natives]
+        self.layer_kinds = layer_kinds(natives, self.num_layers)
         self.widest_window = widest_window(natives)
         check_states(natives, compat.model_name(model))
         check_taps(self.taps, self.num_layers, compat.model_name(model))
