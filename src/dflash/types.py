@@ -70,7 +70,8 @@ class SamplingParams:
 
 Mode = Literal["exact", "auto", "fast"]
 """exact: chains and copies only, which keep bit-exactness. fast: trees as well; a row of a tree sees its ancestors in
-other places of the cache, so near-ties may be rounded otherwise. auto: chains, until trees have been shown to bring
+other places of the cache, so near-ties may be rounded otherwise, and where tokens are sampled, guesses may be drawn, so
+that a seed's text is another one of the same distribution. auto: chains, until trees have been shown to bring
 10 % more."""
 MODES: tuple[Mode, ...] = ("exact", "auto", "fast")
 
@@ -84,6 +85,9 @@ class Drafting:
     """Feed whole blocks of the draft, no copies, no decisions by cost."""
     copies: bool = True
     """Look for copies of earlier text beside the draft."""
+    draws: bool = True
+    """In mode "fast", where tokens are sampled: draw guesses from the draft's distribution where that is better than
+    its first choices. The target's distribution stays, the text of a seed does not."""
     width: int | None = None
     """Most rows of a verify forward, the anchor's included; None = what the engine has checked."""
     draft_window: int | None = None
@@ -256,6 +260,9 @@ class Stats:
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     """Accepted draft tokens by where the guess came from ("draft", "copy", "both")."""
     finish_reason: FinishReason | None = None
+    notes: list[str] = field(default_factory=list)
+    """What was chosen beyond chains of the draft's first choices and copies, and why, a sentence each; known at the
+    end."""
     drafting_stopped: str | None = None
     """Why drafting was given up on the way, in one sentence (`core/parking.py`); None if it was not."""
 

@@ -71,7 +71,7 @@ WAYS: Mapping[str, Way] = MappingProxyType(
     {
         "fixed chain": Way(Drafting(fixed=True)),
         "default": Way(Drafting(mode="exact"), exact=True),
-        "trees": Way(Drafting(mode="fast")),
+        "trees": Way(Drafting(mode="fast", draws=False)),
         "ngram": Way(Drafting(), "copies"),
         "language model": Way(Drafting(copies=False), "model", exact=True),
     }

@@ -21,7 +21,7 @@ CHOICES = [
     Drafting(),
     Drafting(mode="exact"),
     Drafting(mode="exact", copies=False),
-    Drafting(mode="fast"),
+    Drafting(mode="fast", draws=False),
     Drafting(fixed=True),
 ]
 REPEATED = "one two three four, one two three four, one two three four, one two"

@@ -19,11 +19,11 @@ from dflash.backends.torch.engine import TorchEngine as Engine
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
 from dflash.check.run import check
-from dflash.core.adaptive import Memory
 from dflash.core.cost import CostCurve, CostTracker
 from dflash.core.draft_reader import read_draft
 from dflash.core.drafting import make_session
 from dflash.core.loop import speculative_rounds
+from dflash.core.memory import Memory
 from dflash.core.stopping import StopRule
 from dflash.errors import CheckpointError, ConfigError, PairError, UnsupportedModel
 from dflash.prepare.prompts import Conversation
@@ -48,7 +48,7 @@ SHORT = dataclasses.replace(SAMPLED, max_new_tokens=24)
 CHECKED: dict[str, Any] = {"max_new_tokens": 40, "dtype": "float32", "device": "cpu", "num_threads": 1} | {
     "prompts": [Conversation(id=str(n), turns=(text,), source="", context=()) for n, text in enumerate(PROMPTS[:1])]
 }
-MODES = [Drafting(fixed=True), Drafting(mode="exact", copies=False), Drafting(mode="fast", copies=False)]
+MODES = [Drafting(fixed=True), Drafting(mode="exact", copies=False), Drafting(mode="fast", copies=False, draws=False)]
 TARGETS: dict[str, Callable[[], PreTrainedModel]] = {"llama": llama, "qwen3": qwen3}
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.core.reference import ReferenceAcceptor
 from dflash.errors import ConfigError, ModelError
-from dflash.types import Acceptance, Proposal, SamplingParams, Verdict
+from dflash.types import Acceptance, DrawnFrom, Proposal, SamplingParams, Verdict
 from tests.fakes import VOCAB, LogitsOf, guess_right, guess_sometimes, guess_wrong, random_logits, run_rounds, tokens_of
 from tests.options import OPTIONS, with_option
 
@@ -94,6 +94,36 @@ def test_rounds_equal_the_reference(
         draft = tuple(int(best[i]) if rng.random() < 0.6 else int(rng.integers(vocab_size)) for i in range(num_draft))
         expected = reference.accept(Proposal(draft), Verdict(logits))
         assert acceptor.accept(Proposal(draft), Verdict(torch.from_numpy(logits))) == expected
+
+
+@pytest.mark.parametrize("row_by_row", [True, False])
+@pytest.mark.parametrize("option", ["plain", "mixed"])
+def test_drawn_chains_and_chances_equal_the_reference(option: str, row_by_row: bool) -> None:
+    """Fault: the fast path accepts by another rule, draws another replacement, or tells other probabilities. Chains of
+    drawn tokens and point masses, 300 rounds."""
+    rng = np.random.default_rng(1)
+    params = with_option(option, temperature=0.9, seed=4)
+    reference = ReferenceAcceptor(params, PROMPT)
+    acceptor = TorchAcceptor(params, PROMPT, VOCAB, row_by_row=row_by_row)
+    lengths = set()
+    for _ in range(300):
+        logits = rng.normal(size=(4, VOCAB)).astype(np.float32) * 2
+        drawn_from, tokens = [], []
+        for row in range(3):
+            ids = rng.permutation(VOCAB)[:5]
+            probs = np.exp(logits[row, ids].astype(np.float64))
+            probs /= probs.sum()
+            drawn = rng.random() < 0.7
+            tokens.append(int(rng.choice(ids, p=probs)))
+            drawn_from.append(DrawnFrom(tuple(ids.tolist()), tuple(probs.tolist())) if drawn else None)
+        proposal = Proposal(tuple(tokens), drawn_from=tuple(drawn_from), asked=((0, 3), (1,), (), (2, 4, 6)))
+        expected = reference.accept(proposal, Verdict(logits))
+        actual = acceptor.accept(proposal, Verdict(torch.from_numpy(logits)))
+        assert actual == expected
+        for ours, theirs in zip(actual.chances, expected.chances, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-6)
+        lengths.add(actual.num_accepted)
+    assert lengths == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("row_by_row", [True, False])

@@ -109,6 +109,7 @@ def test_a_width_within_the_block_is_taken(cli: CommandLine, width: str) -> None
         ("", Drafting()),
         ("--no-tree", Drafting(mode="exact")),
         ("--mode fast --no-copy", Drafting(mode="fast", copies=False)),
+        ("--mode fast --no-draw", Drafting(mode="fast", draws=False)),
         ("--fixed --width 2", Drafting(fixed=True, width=2)),
         ("--draft-window 256", Drafting(draft_window=256)),
     ],
@@ -124,6 +125,7 @@ def test_drafting_options_reach_load(cli: CommandLine, words: str, drafting: Dra
     [
         ("--mode slow", "exact, auto, fast"),
         ("--mode fast --no-tree", "--no-tree"),
+        ("--no-draw", "--no-draw"),
         ("--fixed --mode fast", "--fixed"),
         ("--fixed --no-copy", "--no-copy"),
     ],

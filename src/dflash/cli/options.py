@@ -102,7 +102,8 @@ class ModelOptions:
         model_option(
             "--mode",
             metavar="NAME",
-            help="exact: chains and copies, bit-exact; fast: trees as well; auto: trees where they bring 10 % more.",
+            help="exact: chains and copies, bit-exact; fast: trees and drawn guesses, too; auto: trees where they "
+            "bring 10 % more.",
         ),
     ] = "auto"
     no_tree: Annotated[bool, model_option("--no-tree", help="Never feed branches: --mode exact.")] = False
@@ -115,6 +116,10 @@ class ModelOptions:
         ),
     ] = None
     no_copy: Annotated[bool, model_option("--no-copy", help="Do not look for copies of earlier text.")] = False
+    no_draw: Annotated[
+        bool,
+        model_option("--no-draw", help="Mode fast: never draw guesses from the draft; a seed then keeps its text."),
+    ] = False
     fixed: Annotated[
         bool,
         model_option("--fixed", help="Feed the draft's whole block every round; no copies, no decisions by cost."),
@@ -130,9 +135,16 @@ class ModelOptions:
             raise ConfigError("--mode fast feeds trees, which --no-tree forbids: drop one of them.")
         if self.fixed and (self.mode == "fast" or self.no_copy):
             raise ConfigError("--fixed feeds whole blocks only: drop --mode fast and --no-copy.")
+        if self.no_draw and self.mode != "fast":
+            raise ConfigError("--no-draw limits what --mode fast may do, and nothing else draws: drop it.")
         mode: Mode = "exact" if self.no_tree else modes[self.mode]
         return Drafting(
-            mode=mode, fixed=self.fixed, copies=not self.no_copy, width=self.width, draft_window=self.draft_window
+            mode=mode,
+            fixed=self.fixed,
+            copies=not self.no_copy,
+            draws=not self.no_draw,
+            width=self.width,
+            draft_window=self.draft_window,
         )
 
 

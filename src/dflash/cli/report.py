@@ -71,6 +71,7 @@ def stats_record(stats: Stats) -> dict[str, Any]:
         "rounds_by_choice": dict(stats.reasons),
         "rounds_by_rows": {str(rows): count for rows, count in sorted(stats.rows.items())},
         "accepted_by_source": dict(stats.accepted_by_source),
+        "notes": list(stats.notes),
         "finish_reason": stats.finish_reason,
         "drafting_stopped": stats.drafting_stopped,
     }
@@ -87,6 +88,7 @@ def stats_line(stats: Stats) -> str:
         parts.append(
             "accepted: " + ", ".join(f"{count} {source}" for source, count in stats.accepted_by_source.items())
         )
+    parts += stats.notes
     parts += [f"prefill {1e3 * stats.prefill_seconds:.0f} ms", f"ended by {stats.finish_reason}"]
     return " · ".join(parts)
 

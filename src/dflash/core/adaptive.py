@@ -22,15 +22,18 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from dflash.core.guesses import COPY, DRAFT, Guesses, Node
+import numpy as np
+
+from dflash.core.guesses import COPY, DRAFT, ROOT, Guesses, Node
 from dflash.core.ledger import Ledger
 from dflash.core.memory import COPY_STEPS, TREE_ROUNDS, Average, Memory
 from dflash.core.ngram import MAX_MATCH, NgramIndex
 from dflash.core.parking import AcceptanceWatch
 from dflash.core.protocols import Drafter
+from dflash.core.sampled import NUM_DRAWN, Drawing, DrawnPlan
 from dflash.core.survival import Survival
 from dflash.core.tree import grow_chain, grow_tree
 from dflash.types import Acceptance, CandidateTable, Proposal
@@ -69,15 +72,6 @@ class _Plan:
     rate: float
     """Expected tokens per second of the round, the draft's time left out."""
 
-    @property
-    def asked(self) -> list[list[int]]:
-        """Per fed row the tokens that are guessed behind it, whether they are fed or not."""
-        found: list[list[int]] = [[] for _ in range(self.num_fed + 1)]
-        for node in self.nodes:
-            if node.parent <= self.num_fed:
-                found[node.parent].append(node.path[-1])
-        return found
-
 
 @dataclass(slots=True)
 class _Open:
@@ -97,6 +91,7 @@ class _Fed:
     asked_draft: bool
     started: float
     asked: Sequence[Sequence[int]]
+    table: CandidateTable | None
 
 
 class AdaptiveDrafter:
@@ -111,6 +106,7 @@ class AdaptiveDrafter:
         copies: bool = True,
         trees: Literal["never", "auto", "always"] = "never",
         temperature: float = 0.0,
+        generator: np.random.Generator | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
@@ -122,6 +118,8 @@ class AdaptiveDrafter:
             trees: whether branches may be fed: "auto" = once they have been shown to bring `TREE_GAIN` times as much.
                 The target must support them.
             temperature: of the request's sampling.
+            generator: draws from the draft's distribution where that is better than its first choices
+                (`core/sampled.py`); None = first choices only, which keep texts the same for a seed.
             clock: seconds.
         """
         self._draft = draft
@@ -136,6 +134,8 @@ class AdaptiveDrafter:
         self._copies = copies
         self._trees = trees
         self._num_candidates = NARROW if trees == "never" else BROAD
+        self._drawing = None if generator is None else Drawing(self._lessons.agreements, self._survival, generator)
+        self._num_trees = 0
         self._clock = clock
         self._tokens, self._seconds = Average(), Average()
         self._watch = AcceptanceWatch(window=WATCHED)
@@ -154,13 +154,28 @@ class AdaptiveDrafter:
         """Why the draft is not asked any more, in one sentence; None as long as it is."""
         return self._watch.reason
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was chosen beyond chains of first choices, and why, a sentence each."""
+        notes = []
+        if self._num_trees and self._trees == "always":
+            notes.append(f"trees in {self._num_trees} rounds, as mode fast allows")
+        elif self._num_trees:
+            gain = self._lessons.tree.value / self._lessons.chain.value
+            notes.append(f"trees in {self._num_trees} rounds: expected to bring {gain:.2f} times the speed of chains")
+        if self._drawing is not None and self._drawing.note is not None:
+            notes.append(self._drawing.note)
+        return tuple(notes)
+
     def learn(self, acceptance: Acceptance) -> None:
         """What the target thought of the guesses, where tokens are drawn; comes before `observe`."""
         fed = self._fed
         if fed is None:
             return
         for step, (row, chances) in enumerate(zip(acceptance.path, acceptance.chances, strict=True)):
-            self._chances[fed.depth + 1 + step] = dict(zip(fed.asked[row], chances, strict=True))
+            known = self._chances[fed.depth + 1 + step] = dict(zip(fed.asked[row], chances, strict=True))
+            if self._drawing is not None and fed.table is not None and step < len(fed.table.ids):
+                self._drawing.learn(step, fed.table, known)
 
     def observe(self, token_ids: Sequence[int], features: Any) -> None:
         """Learn committed tokens, and what the round that gave them cost."""
@@ -189,11 +204,18 @@ class AdaptiveDrafter:
         if table is not None:
             guesses = Guesses(self._survival, index=index, tail=tail, table=table, branching=self._num_candidates)
             both = self._plan(guesses, budget, price, spent=self._costs.draft(depth))
-            self._count_gain(plan, both.value - plan.value, price)
+            line = self._costs.line(depth, self._max_rows)
+            self._count_gain(plan, both.value - _reconsidered(plan, guesses, line, price), price)
             plan = both
         if plan.nodes:
             self._open.append(_Open(depth + 1, 0, plan.nodes))
-        return self._proposal(plan, depth, asked_draft=table is not None)
+        drawn = None
+        if self._drawing is not None and table is not None:
+            longest = min(budget, self._max_rows - 1)
+            line = self._costs.line(depth, self._max_rows)
+            drawn = self._drawing.plan(table, longest, line, price, self._longest(line, self._costs.draft(depth)))
+            drawn = drawn if drawn is not None and drawn.value > plan.value else None
+        return self._proposal(plan, depth, table, drawn)
 
     def _ask_draft(self, copied: _Plan, anchor: int, budget: int, price: float) -> CandidateTable | None:
         """The draft's candidates, if they are expected to pay for its forward or it is due to be tried again, and if
@@ -206,7 +228,8 @@ class AdaptiveDrafter:
         if not wanted or seconds > self._ledger.limit * costs.verify(1, depth):
             return None
         started = self._clock()
-        table = self._ask(anchor, budget, self._num_candidates)
+        count = self._num_candidates if self._drawing is None else max(self._num_candidates, NUM_DRAWN)
+        table = self._ask(anchor, budget, count)
         costs.saw_draft(depth, self._clock() - started)
         self._drafted = (depth + 1, [candidates[0] for candidates in table.ids])
         return table
@@ -216,17 +239,39 @@ class AdaptiveDrafter:
         self._lessons.add_gain(kind, gain)
         self._lessons.rests[kind].tried(gain, price * self._costs.draft(len(self._index.tokens)))
 
-    def _proposal(self, plan: _Plan, depth: int, *, asked_draft: bool) -> Proposal:
-        fed = plan.nodes[: plan.num_fed]
-        tokens = [node.path[-1] for node in fed]
+    def _proposal(self, plan: _Plan, depth: int, table: CandidateTable | None, drawn: DrawnPlan | None) -> Proposal:
+        """Feed the plan, or a chain that is drawn from the draft in its place."""
+        fed = plan.nodes[: plan.num_fed] if drawn is None else []
         sources = [node.guess.source for node in fed if node.guess is not None]
         reason = " + ".join(sorted({COPY if source == COPY else DRAFT for source in sources})) or "plain"
-        if asked_draft and DRAFT not in reason:
+        if drawn is not None:
+            reason = f"{DRAFT}, drawn"
+        elif table is not None and DRAFT not in reason:
             reason += ", draft asked"
-        asked = plan.asked if self._samples else []
-        self._fed = _Fed(len(fed) + 1, depth, asked_draft, self._clock(), asked)
-        parents = [node.parent for node in fed]
-        return Proposal.tree(tokens, parents, sources=sources, reason=reason, asked=tuple(map(tuple, asked)))
+        if drawn is not None and self._drawing is not None:
+            proposal = self._drawing.draw(drawn, reason=reason)
+        else:
+            tokens, parents = [node.path[-1] for node in fed], [node.parent for node in fed]
+            proposal = Proposal.tree(tokens, parents, sources=sources, reason=reason)
+        if self._samples:
+            proposal = replace(proposal, asked=self._questions(proposal, plan, table))
+        self._num_trees += proposal.parents is not None
+        self._fed = _Fed(len(proposal.tokens) + 1, depth, table is not None, self._clock(), proposal.asked, table)
+        return proposal
+
+    def _questions(self, proposal: Proposal, plan: _Plan, table: CandidateTable | None) -> tuple[tuple[int, ...], ...]:
+        """Per row the tokens that are guessed behind it, whether they are fed or not."""
+        rows = proposal.depths()
+        found: list[dict[int, None]] = [{} for _ in rows]
+        for node in plan.nodes:
+            for row, depth in enumerate(rows):
+                if depth == len(node.path) - 1:
+                    found[row][node.path[-1]] = None
+        if self._drawing is not None and table is not None:
+            for row, depth in enumerate(rows):
+                if depth < len(table.ids):
+                    found[row].update(dict.fromkeys(table.ids[depth]))
+        return tuple(map(tuple, found))
 
     def _price(self, depth: int) -> float:
         """Tokens that a second brings: of this request's rounds so far, at least those of plain decoding."""
@@ -239,7 +284,7 @@ class AdaptiveDrafter:
         # What could not pay for a row even if rows were much cheaper than they are is not looked at.
         least = max(LEAST, 0.3 * price * (line[1] - line[0])) if len(line) > 1 else 1.0
         deepest = min(budget, self._max_rows - 1)
-        longest = line[0] * (1 + self._ledger.limit) - spent
+        longest = self._longest(line, spent)
         chain = _best(grow_chain(guesses, max_depth=deepest, least=least), line, price, longest)
         lessons = self._lessons
         weighed = self._trees == "auto" and (lessons.tree.count < TREE_ROUNDS or lessons.chain.count % 8 == 0)
@@ -251,6 +296,10 @@ class AdaptiveDrafter:
         lessons.chain.add(chain.rate)
         lessons.tree.add(tree.rate)
         return tree if (self._trees == "always" or lessons.trees_win) and tree.value > chain.value else chain
+
+    def _longest(self, line: Sequence[float], spent: float) -> float:
+        """Seconds that a verify forward may take behind `spent` seconds of drafting, should nothing be accepted."""
+        return line[0] * (1 + self._ledger.limit) - spent
 
     def _settle(self, anchor: int) -> None:
         """Count the guesses whose outcome the text up to the anchor tells, whether they were fed or not."""
@@ -298,6 +347,21 @@ def _best(nodes: list[Node], line: Sequence[float], price: float, longest: float
             best, worth = number, phi - CAUTION * price * extra
             value, rate = phi - price * extra, (1 + phi) / line[number]
     return _Plan(nodes, best, value, rate)
+
+
+def _reconsidered(plan: _Plan, guesses: Guesses, line: Sequence[float], price: float) -> float:
+    """What a plan is worth in the light of further guesses. What the draft adds is counted from there: it also tells
+    where a copy is wrong, and copies that promise too much must not hide what it is good for."""
+    nodes, phi = [ROOT], 0.0
+    for node in plan.nodes[: plan.num_fed]:
+        parent = nodes[node.parent]
+        guess = next((guess for guess in guesses.after(parent) if guess.token == node.path[-1]), None)
+        if guess is None:
+            nodes.append(Node(None, node.parent, node.path, 0.0, False))
+            continue
+        nodes.append(guesses.child(parent, node.parent, guess))
+        phi += nodes[-1].survival
+    return phi - price * (line[plan.num_fed] - line[0])
 
 
 def _copy_class(plan: _Plan) -> int:

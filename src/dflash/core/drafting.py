@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from dflash.core.adaptive import AdaptiveDrafter
+from dflash.core.draws import draft_generator
 from dflash.core.exactness import PROBED_WIDTH
 from dflash.core.memory import Memory
 from dflash.core.ngram import NgramDrafter
@@ -19,7 +20,9 @@ from dflash.core.pair import check_width
 from dflash.core.parking import ParkingDrafter
 from dflash.core.protocols import Drafter
 from dflash.errors import ConfigError
-from dflash.types import Drafting
+from dflash.types import Drafting, SamplingParams
+
+_GREEDY = SamplingParams()
 
 
 class SharedDrafter(Protocol):
@@ -65,7 +68,7 @@ def make_session(
     *,
     max_rows: int,
     supports_trees: bool,
-    temperature: float = 0.0,
+    params: SamplingParams = _GREEDY,
     clock: Callable[[], float] = time.perf_counter,
 ) -> AdaptiveDrafter | ParkingDrafter:
     """The drafter of one request.
@@ -73,7 +76,7 @@ def make_session(
     Args:
         max_rows: most rows of a verify forward that the engine has checked.
         supports_trees: of the target's session; without it chains are used in every mode.
-        temperature: of the request's sampling.
+        params: the request's; where it samples, mode "fast" may draw from the draft's distribution.
         clock: seconds, by which rounds are timed.
 
     Raises ConfigError for a draft window below 1, or where this drafter has no context that could be limited.
@@ -84,6 +87,7 @@ def make_session(
     trees: Literal["never", "auto", "always"] = "never"
     if supports_trees and drafting.mode != "exact":
         trees = "auto" if drafting.mode == "auto" else "always"
+    draws = drafting.mode == "fast" and drafting.draws and params.temperature > 0
     only_copies = isinstance(shared, CopyDrafter)
     return AdaptiveDrafter(
         None if only_copies else session,
@@ -91,7 +95,8 @@ def make_session(
         max_rows=max_rows if drafting.width is None else min(max_rows, drafting.width),
         copies=drafting.copies or only_copies,
         trees=trees,
-        temperature=temperature,
+        temperature=params.temperature,
+        generator=draft_generator(params.seed) if draws else None,
         clock=clock,
     )
 

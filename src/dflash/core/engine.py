@@ -315,7 +315,7 @@ class Engine(ABC):
                 self.memory,
                 max_rows=self.max_rows,
                 supports_trees=trees,
-                temperature=params.temperature,
+                params=params,
             )
         rounds = speculative_rounds(
             session,
@@ -354,6 +354,8 @@ class Engine(ABC):
                 if drafter is not None and stats.drafting_stopped is None and drafter.reason is not None:
                     stats.drafting_stopped = drafter.reason
                     logger.warning("%s. `dflash check` looks for the reason.", drafter.reason)
+                if drafter is not None and step.finish_reason is not None:
+                    stats.notes = list(drafter.notes)
                 yield StreamEvent(piece, step.tokens, step, stats)
         finally:
             rounds.close()

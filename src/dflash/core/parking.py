@@ -60,6 +60,11 @@ class ParkingDrafter:
         return self._watch.reason
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Nothing is chosen here."""
+        return ()
+
+    @property
     def max_proposal(self) -> int:
         """That of the drafter."""
         return self._drafter.max_proposal

@@ -14,11 +14,15 @@ one another are drawn from.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from dflash.types import DrawnFrom
+import numpy as np
 
-THETAS = (0.5, 0.7, 1.0)
+from dflash.core.survival import Survival, claim_class
+from dflash.types import CandidateTable, DrawnFrom, Proposal
+
+THETAS = (0.25, 0.5, 0.7, 1.0, 1.5)
 """Temperatures of the draft that are compared. One that comes out far from 1 tells of a wrong scale of its logits."""
 NUM_DRAWN = 16
 """Best candidates of a slot that are drawn from, renormalised."""
@@ -55,6 +59,11 @@ class Agreements:
         if sums[0] >= KEPT:
             self._sums[slot] = [value / 2 for value in sums]
 
+    @property
+    def num_slots(self) -> int:
+        """Slots that were seen."""
+        return max(self._sums, default=-1) + 1
+
     def first_choice(self, slot: int) -> float | None:
         """Mean acceptance of the first choice; None if no row was seen."""
         sums = self._sums.get(slot)
@@ -69,3 +78,86 @@ class Agreements:
         if sums[number] <= MARGIN * sums[1]:
             return None
         return THETAS[number - 2], sums[number] / sums[0]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPlan:
+    """A chain that would be drawn: per slot the distribution, or a first choice."""
+
+    slots: tuple[DrawnFrom | int, ...]
+    value: float
+    """Expected tokens it brings, less what its rows cost."""
+
+
+class Drawing:
+    """One request's use of drawn proposals."""
+
+    def __init__(self, agreements: Agreements, survival: Survival, generator: np.random.Generator) -> None:
+        self._agreements, self._survival, self._generator = agreements, survival, generator
+        self._num_rounds = 0
+
+    @property
+    def note(self) -> str | None:
+        """What was drawn and why, in one sentence; None if nothing was."""
+        if not self._num_rounds:
+            return None
+        slots = []
+        for slot in range(self._agreements.num_slots):
+            best, first = self._agreements.best(slot), self._agreements.first_choice(slot)
+            if best is not None and first is not None:
+                slots.append(f"slot {slot + 1} at {best[0]:g} (accepted {best[1]:.2f} against {first:.2f})")
+        shown = ", ".join(slots) or "no longer better"
+        return f"drawn from the draft in {self._num_rounds} rounds, by draft temperature: {shown}"
+
+    def learn(self, slot: int, table: CandidateTable, known: Mapping[int, float]) -> None:
+        """The target's probabilities of one slot's candidates, in a row that was verified."""
+        ids, log_probs = table.ids[slot], table.log_probs[slot]
+        chances = [known[token] for token in ids]
+        best = self._agreements.best(slot)
+        if best is not None:
+            overlap = sum(map(min, chances, draft_probs(ids, log_probs, best[0]).probs))
+            self._survival.update(self._key(slot, log_probs), best[1], overlap)
+        self._agreements.add(slot, log_probs, chances)
+
+    def plan(
+        self, table: CandidateTable, num_slots: int, line: Sequence[float], price: float, longest: float
+    ) -> DrawnPlan | None:
+        """The chain that is worth most of those that draw at least one slot; None where drawing is no better, or slots
+        depend on one another. Nothing is drawn yet: the length must not depend on what will be.
+
+        `line[r - 1]`: seconds of a forward of r rows, which must not exceed `longest`; `price`: tokens of a second.
+        """
+        if table.transitions is not None or self._agreements.num_slots == 0:
+            return None
+        slots: list[DrawnFrom | int] = []
+        survival, phi, best = 1.0, 0.0, DrawnPlan((), 0.0)
+        for slot, (ids, log_probs) in enumerate(zip(table.ids[:num_slots], table.log_probs[:num_slots], strict=True)):
+            if line[slot + 1] > longest:
+                break
+            found = self._agreements.best(slot)
+            if found is None:
+                claim = math.exp(min(log_probs[0], 0.0))
+                survival *= self._survival.estimate(("draft", slot + 1, claim_class(claim)), claim)
+                slots.append(ids[0])
+            else:
+                survival *= self._survival.estimate(self._key(slot, log_probs), found[1])
+                slots.append(draft_probs(ids, log_probs, found[0]))
+            phi += survival
+            value = phi - price * (line[slot + 1] - line[0])
+            if value > best.value and any(isinstance(one, DrawnFrom) for one in slots):
+                best = DrawnPlan(tuple(slots), value)
+        return best if best.slots else None
+
+    def draw(self, plan: DrawnPlan, *, reason: str) -> Proposal:
+        """The proposal."""
+        self._num_rounds += 1
+        tokens = [
+            slot if isinstance(slot, int) else slot.ids[self._generator.choice(len(slot.ids), p=slot.probs)]
+            for slot in plan.slots
+        ]
+        drawn_from = tuple(None if isinstance(slot, int) else slot for slot in plan.slots)
+        return Proposal(tuple(tokens), sources=("draft",) * len(tokens), reason=reason, drawn_from=drawn_from)
+
+    def _key(self, slot: int, log_probs: Sequence[float]) -> tuple[str, int, int]:
+        """Where the outcomes of drawing a slot are counted: by how sure the draft is, never by what was drawn."""
+        return ("drawn", slot + 1, claim_class(math.exp(min(log_probs[0], 0.0))))
