@@ -248,7 +248,8 @@ def _check_folder(folder: Path, role: str) -> None:
         if any(next(folder.glob(pattern), None) for pattern in _PICKLED):
             raise ModelError(
                 f"the {role} folder {folder} has pickled weights only (.bin, .pt), which can run code when opened "
-                "and are never loaded; convert them to safetensors or choose a repository that has them."
+                "and are never loaded; convert them to safetensors (docs/drafts.md shows how) or choose a repository "
+                "that has them."
             )
         raise ModelError(
             f"the {role} folder {folder} holds no *.safetensors weights; check the path or download it again."

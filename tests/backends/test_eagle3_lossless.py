@@ -25,7 +25,7 @@ from dflash.core.drafting import make_session
 from dflash.core.loop import speculative_rounds
 from dflash.core.memory import Memory
 from dflash.core.stopping import StopRule
-from dflash.errors import CheckpointError, ConfigError, PairError, UnsupportedModel
+from dflash.errors import ConfigError, PairError, UnsupportedModel
 from dflash.prepare.prompts import Conversation
 from dflash.types import Round, SamplingParams
 from tests.backends.eagle3_drafts import (
@@ -236,8 +236,6 @@ def test_pickled_weights_are_converted_as_the_page_says(
     expected = load_file(weights)
     torch.save(expected, tmp_path / "draft" / "pytorch_model.bin")
     weights.unlink()
-    with pytest.raises(CheckpointError, match="is pickled"):
-        read_draft(tmp_path / "draft")
     (lines,) = blocks(Path(__file__).parents[2] / "docs" / "drafts.md", "python")
     monkeypatch.chdir(tmp_path / "draft")
     exec(lines, {})

@@ -11,10 +11,12 @@ import pytest
 from dflash.core.draft_reader import DraftDescription, parse_draft_config, read_draft
 from dflash.core.eagle3_config import Eagle3Config, Llama3Rope, tap_findings
 from dflash.core.language_model import folder_is_language_model
-from dflash.errors import CheckpointError, PairError, UnsupportedModel
+from dflash.errors import CheckpointError, ModelError, PairError, UnsupportedModel
 from dflash.launch.drafts import draft_by_config
+from dflash.resolve import Source, resolve_draft
 from tests.core.draft_folders import H, Tensors, V, write_draft
 from tests.core.eagle3_cases import EXPECTED, LAYER, SAFEAILAB, SPECFORGE, K, held, speculators
+from tests.launch.test_plans import plan_of, tiny
 
 
 def table(offsets: np.ndarray[Any, Any] | None = None) -> dict[str, bytes]:
@@ -142,15 +144,14 @@ def test_pickled_weights_are_named(tmp_path: Path) -> None:
         folder = tmp_path / name
         write_draft(folder, raw, held())
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-        assert not folder_is_language_model(folder)
-        with pytest.raises(CheckpointError, match=r"pytorch_model.bin is pickled.*docs/drafts.md"):
-            read_draft(folder)
+        with pytest.raises(ModelError, match=r"pickled weights only.*docs/drafts.md shows how"):
+            resolve_draft(str(folder), Source(name="x", path=tmp_path))
 
 
 def test_language_models_stay_language_models(tmp_path: Path) -> None:
     """Fault: the search for EAGLE's tensors takes a model of one layer, or one without safetensors, for a draft."""
     raw = {**LAYER, "architectures": ["LlamaForCausalLM"]}
-    model = {f"model.{name}": entry for name, entry in old_eagle().items()}
+    model = {f"model.{name}": entry for name, entry in old_eagle().items() if name != "fc.weight"}
     assert folder_is_language_model(write_draft(tmp_path / "draft", raw, model))
     bare = tmp_path / "bare"
     write_draft(bare, raw, model)
@@ -278,10 +279,18 @@ def test_taps_of_a_shallow_target() -> None:
 
 
 def test_what_serving_engines_are_told() -> None:
-    """Fault: an EAGLE-3 draft served by the method of block drafts."""
-    assert draft_by_config(SAFEAILAB, "a/b").kind == "eagle3"
-    served = draft_by_config(speculators(), "a/b")
-    assert (served.kind, served.num_proposals, served.target_layer_ids) == ("speculators-eagle3", 3, (1, 17, 32))
+    """Fault: an EAGLE-3 draft served by the method of block drafts, or in a layout that the engine does not read."""
+    ours, theirs = draft_by_config(SAFEAILAB, "a/b"), draft_by_config(speculators(), "a/b")
+    assert (ours.kind, ours.num_proposals, ours.target_layer_ids) == ("eagle3", 7, None)
+    assert (theirs.kind, theirs.num_proposals, theirs.target_layer_ids) == ("speculators-eagle3", 3, (1, 17, 32))
+    for draft, steps in ((ours, 7), (theirs, 3)):
+        plan = plan_of("vllm", tiny(draft=draft))
+        assert not plan.problems
+        assert f'"method": "eagle3", "model": "a/b", "num_speculative_tokens": {steps}' in " ".join(plan.argv)
+    words = " ".join(plan_of("sglang", tiny(draft=ours)).argv)
+    assert "--speculative-algorithm EAGLE3" in words
+    assert "--speculative-num-draft-tokens 8 --speculative-num-steps 7 --speculative-eagle-topk 1" in words
+    assert any("speculators-eagle3" in problem for problem in plan_of("sglang", tiny(draft=theirs)).problems)
 
 
 def test_a_list_that_was_moved_unchanged_is_doubted() -> None:

@@ -44,8 +44,7 @@ def is_language_model(raw: Mapping[str, Any]) -> bool:
 def folder_is_language_model(folder: Path) -> bool:
     """The same of a folder. Raises CheckpointError for a config.json that cannot be read.
 
-    EAGLE drafts have the config of a language model of one layer. Their tensors tell, or, where the weights are none
-    that are ever opened, that they come without a tokenizer.
+    EAGLE drafts have the config of a language model of one layer; their tensors tell them apart.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
@@ -55,9 +54,8 @@ def folder_is_language_model(folder: Path) -> bool:
         return False
     try:
         return not has_eagle_tensors(stored_tensors(folder))
-    except CheckpointError:  # no safetensors, or some that the loader of models will complain of
-        alone = raw.get("num_hidden_layers") == 1 and not any(folder.glob("tokenizer*"))
-        return not (alone and any(folder.glob("*.bin")))
+    except CheckpointError:  # the loader of models will say what is wrong with the files
+        return True
 
 
 def has_eagle_tensors(names: Container[str]) -> bool:

@@ -99,14 +99,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if single.exists() or single.is_symlink():
         return _read_header(inside(folder, WEIGHTS_FILE))
     if not index.is_file():
-        pickled = next(folder.glob("*.bin"), None)
-        why = "drafts are read from safetensors only"
-        if pickled is not None:
-            why = (
-                f"{pickled.name} is pickled, which may run code when it is opened, so it is not: convert it where you "
-                "trust it (docs/drafts.md, 'Pickled weights')"
-            )
-        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}; {why}.")
+        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}; drafts are read from safetensors only.")
     names = _index(folder)
     headers = {file: _read_header(inside(folder, file)) for file in sorted(set(names.values()))}
     listed = {name: headers[file].get(name) for name, file in names.items()}

@@ -57,7 +57,7 @@ def reads_two_states(found: Checkpoint) -> bool:
     shapes = found.shapes or {}
     for layer in ("midlayer", "layers.0"):
         norm, queries = (shapes.get(f"{layer}.{name}.weight") for name in ("input_layernorm", "self_attn.q_proj"))
-        if norm is not None and queries is not None and len(queries) == 2 and queries[1] == 2 * norm[0]:
+        if norm is not None and queries is not None and queries[1:] == tuple(2 * size for size in norm):
             return True
     return False
 
