@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from dflash.core.adaptive import AdaptiveDrafter
+from dflash.core.draft_reader import DraftDescription, draft_sha256
 from dflash.core.drafting import CopyDrafter, SharedDrafter, make_session
 from dflash.core.exactness import WidthClass
 from dflash.core.loop import Clock, speculative_rounds
@@ -34,6 +35,7 @@ from dflash.types import Drafting, Result, Round, SamplingParams, Stats
 
 if TYPE_CHECKING:
     from dflash.core.calibration import Device
+    from dflash.resolve import Source
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,42 @@ class EngineInfo:
     packs_single: bool = False
     """Whether plain steps that need not be exact run on weights packed for several rows, because a measurement at load
     found that faster: the form that speed-ups are divided by."""
+
+    @classmethod
+    def of(
+        cls,
+        target: Source,
+        draft: Source | None,
+        description: DraftDescription | None,
+        *,
+        width: int | None,
+        dtype: object,
+        device: str,
+        num_threads: int | None,
+        exactness: WidthClass | None,
+        packs_single: bool = False,
+    ) -> EngineInfo:
+        """What a backend's `load` has put together.
+
+        Args:
+            target, draft: as resolved; draft None = there is no model that drafts.
+            description: of the draft; None where it is a language model.
+            dtype: the library's own, whose name ends with ours ("torch.bfloat16").
+        """
+        return cls(
+            target=target.name,
+            target_revision=target.revision,
+            draft=draft.name if draft else None,
+            draft_revision=draft.revision if draft else None,
+            draft_sha256=None if draft is None else draft_sha256(draft.path, description),
+            block_size=description.config.block_size if description else None,
+            width=width,
+            dtype=str(dtype).rpartition(".")[2],
+            device=device,
+            num_threads=num_threads,
+            exactness=exactness,
+            packs_single=packs_single,
+        )
 
     @property
     def exact(self) -> bool:

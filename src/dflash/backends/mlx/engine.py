@@ -32,7 +32,7 @@ from dflash.backends.mlx.sampling import MLXAcceptor
 from dflash.backends.mlx.target import MLXTarget
 from dflash.core.autoregressive import CHAIN
 from dflash.core.calibration import Device, load_costs
-from dflash.core.draft_reader import DraftDescription, draft_sha256, read_draft
+from dflash.core.draft_reader import DraftDescription, read_draft
 from dflash.core.drafting import SharedDrafter, engine_drafting
 from dflash.core.engine import Engine, EngineInfo
 from dflash.core.exactness import PROBED_WIDTH, WIDEST_ON_DEVICES, WidthClass
@@ -259,15 +259,12 @@ def _info(
     exactness: WidthClass | None,
     width: int | None,
 ) -> EngineInfo:
-    return EngineInfo(
-        target=target.name,
-        target_revision=target.revision,
-        draft=draft.name if draft else None,
-        draft_revision=draft.revision if draft else None,
-        draft_sha256=None if draft is None else draft_sha256(draft.path, description),
-        block_size=description.config.block_size if description else None,
+    return EngineInfo.of(
+        target,
+        draft,
+        description,
         width=width,
-        dtype=str(shared.dtype).removeprefix("mlx.core."),
+        dtype=shared.dtype,
         device=f"mlx {device_name()}",
         num_threads=None,
         exactness=exactness,

@@ -38,7 +38,7 @@ from dflash.backends.torch.target import TorchTarget
 from dflash.core.autoregressive import CHAIN
 from dflash.core.calibration import Device, load_costs
 from dflash.core.draft_config import DraftConfig
-from dflash.core.draft_reader import DraftDescription, draft_sha256, read_draft
+from dflash.core.draft_reader import DraftDescription, read_draft
 from dflash.core.drafting import SharedDrafter, engine_drafting
 from dflash.core.eagle3_config import tap_findings
 from dflash.core.engine import Engine, EngineInfo
@@ -260,15 +260,12 @@ def _info(
     exactness: WidthClass | None,
     width: int | None,
 ) -> EngineInfo:
-    return EngineInfo(
-        target=target.name,
-        target_revision=target.revision,
-        draft=draft.name if draft else None,
-        draft_revision=draft.revision if draft else None,
-        draft_sha256=None if draft is None else draft_sha256(draft.path, description),
-        block_size=description.config.block_size if description else None,
+    return EngineInfo.of(
+        target,
+        draft,
+        description,
         width=width,
-        dtype=str(shared.dtype).removeprefix("torch."),
+        dtype=shared.dtype,
         device=str(shared.device),
         num_threads=torch.get_num_threads(),
         exactness=exactness,
