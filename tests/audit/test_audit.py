@@ -12,6 +12,7 @@ import torch
 from dflash.audit.run import AuditReport, Workload, audit
 from dflash.backends.torch.engine import TorchEngine
 from dflash.backends.torch.masks import BlockMask
+from dflash.core.drafting import CopyDrafter
 from dflash.core.engine import Engine
 from dflash.core.protocols import Acceptor
 from dflash.errors import ConfigError
@@ -45,9 +46,18 @@ def test_a_lossless_engine_passes(engine: Engine, clean: AuditReport) -> None:
     assert clean.failures == []
     assert clean.passed
     assert clean.must_agree
-    assert [text.num_tokens for text in clean.texts] == [NUM_TOKENS] * 2
+    has_trees = engine.target.session().supports_trees
+    forms = ["whole blocks", "as loaded", "all guesses", *(["trees"] if has_trees else [])]
+    assert [text.form for text in clean.texts] == forms * 2
+    assert [text.num_tokens for text in clean.texts] == [NUM_TOKENS] * len(clean.texts)
     assert all(text.difference is None and text.stranger is None for text in clean.texts)
-    assert all(1.5 < text.acceptance_length < 5 for text in clean.texts), "the drafter must be right and wrong"
+    blocks = [text for text in clean.texts if text.form == "whole blocks"]
+    assert all(1.5 < text.acceptance_length < 5 for text in blocks), "the drafter must be right and wrong"
+    for form in forms[2:]:
+        texts = [text for text in clean.texts if text.form == form]
+        assert sum(text.num_guesses for text in texts) > 20
+        assert sum(text.num_copied for text in texts) > 0
+        assert (sum(text.num_branch_rows for text in texts) > 0) == (form == "trees")
     assert sum(clean.widths.kinds.values()) == len(engine.target.layer_kinds) >= 2
     assert clean.widths.num_rows == 32
     if engine.info.exact:
@@ -59,6 +69,7 @@ def test_a_lossless_engine_passes(engine: Engine, clean: AuditReport) -> None:
     assert len(clean.rollbacks) == (1 if engine.target.widest_window is None else 2)
     assert all(rollback.num_cases >= 4 for rollback in clean.rollbacks)
     assert clean.window_covered
+    assert [tree.num_paths for tree in clean.trees] == [5] * (len(clean.rollbacks) if has_trees else 0)
     assert clean.share.num_tokens == 2 * NUM_TOKENS
 
 
@@ -67,6 +78,14 @@ def test_without_a_draft_there_is_nothing_to_audit(engine: Engine, monkeypatch: 
     monkeypatch.setattr(engine, "drafter", None)
     with pytest.raises(ConfigError, match="no draft"):
         audit(engine, PROMPTS, WORK)
+
+
+def test_copies_alone_can_be_audited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an audit that needs a draft of blocks, or one of copies in which nothing is ever copied."""
+    monkeypatch.setattr(engine, "drafter", CopyDrafter())
+    report = audit(engine, PROMPTS[:1], Workload(max_new_tokens=NUM_TOKENS, num_runs=4))
+    assert report.failures == []
+    assert all(text.num_guesses > 0 for text in report.texts if text.form in ("all guesses", "trees"))
 
 
 def test_progress_is_told(engine: Engine) -> None:
@@ -79,7 +98,7 @@ def test_progress_is_told(engine: Engine) -> None:
 
 def caught(engine: Engine, *words: str) -> None:
     """The audit must fail and say each of these words in one of its failures."""
-    report = audit(engine, PROMPTS, WORK)
+    report = audit(engine, PROMPTS[:1], WORK)
     assert not report.passed
     for word in words:
         assert any(word in failure for failure in report.failures), report.failures
@@ -110,6 +129,12 @@ def test_a_row_that_misses_a_key_is_caught(torch_engine: TorchEngine, monkeypatc
 
     monkeypatch.setattr(BlockMask, "rows", blind)
     caught(torch_engine, "bare model")
+
+
+def test_a_branch_that_sees_another_one_is_caught(torch_engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in the mask of trees: no chain shows it."""
+    monkeypatch.setattr("dflash.backends.torch.masks.tree_mask", lambda mask, start, parents: mask)
+    caught(torch_engine, "in a tree")
 
 
 class Tampered:
@@ -146,6 +171,21 @@ def test_an_acceptor_that_takes_one_too_many_is_caught(engine: Engine, monkeypat
 
     tamper(monkeypatch, engine, lenient)
     caught(engine, "instead of", "bare model says")
+
+
+def test_copies_that_are_believed_are_caught(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that whole blocks of the draft never show: the first copy of a round is taken without being verified."""
+
+    def believing(proposal: Proposal, right: Acceptance) -> Acceptance:
+        if proposal.parents is not None or "copy" not in proposal.sources:
+            return right
+        return Acceptance.chain(max(right.num_accepted, 1 + proposal.sources.index("copy")), right.next_token)
+
+    tamper(monkeypatch, engine, believing)
+    report = audit(engine, PROMPTS, WORK)
+    wrong = {text.form for text in report.texts if not text.passed}
+    assert "all guesses" in wrong
+    assert "whole blocks" not in wrong
 
 
 def test_an_acceptor_that_is_wrong_with_and_without_a_draft_is_caught(

@@ -8,8 +8,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from dflash.audit.forms import WHOLE_BLOCKS, Form
 from dflash.audit.oracle import FloatArray
-from dflash.audit.texts import audit_text, first_difference
+from dflash.audit.texts import audit_texts, first_difference
 from dflash.cli.audit import shares
 from dflash.core.engine import Engine
 from dflash.types import Result, SamplingParams, Stats
@@ -21,13 +22,14 @@ TOLERANCE = 0.01
 class TwoTexts:
     """An engine that says one text without and another with its draft."""
 
-    def __init__(self, plain: Sequence[int], drafted: Sequence[int]) -> None:
+    def __init__(self, plain: Sequence[int], drafted: Sequence[int], num_branches: int) -> None:
         self._texts = {False: list(plain), True: list(drafted)}
+        self._num_branches = num_branches
 
     def generate(
         self, *, prompt_ids: Sequence[int], params: SamplingParams, use_draft: bool = True, drafting: Any = None
     ) -> Result:
-        return Result("", self._texts[use_draft], Stats())
+        return Result("", self._texts[use_draft], Stats(num_proposed=self._num_branches))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
@@ -48,9 +50,12 @@ class Knowing:
         return TOLERANCE
 
 
-def audited(plain: Sequence[int], drafted: Sequence[int], gap: float, **options: Any) -> Any:
-    engine = cast(Engine, TwoTexts(plain, drafted))
-    return audit_text(engine, Knowing(gap), "p", PROMPT, 4, **{"must_agree": False, **options})
+def audited(
+    plain: Sequence[int], drafted: Sequence[int], gap: float, *, must_agree: bool = False, num_branches: int = 0
+) -> Any:
+    engine = cast(Engine, TwoTexts(plain, drafted, num_branches))
+    forms = [Form("whole blocks", engine, WHOLE_BLOCKS, chains_only=True)]
+    return audit_texts(engine, Knowing(gap), "p", PROMPT, 4, forms, must_agree=must_agree)[0]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +69,13 @@ def test_verdicts(gap: float, must_agree: bool, verdict: str) -> None:
     assert found.difference.margin == pytest.approx(gap, abs=1e-6)
     assert found.difference.verdict == verdict
     assert found.passed == (verdict == "near-tie")
+
+
+def test_equality_is_not_promised_where_branches_were_fed() -> None:
+    """Guards against a tree's near-tie called a fault (its rows see their ancestors in other places of the cache), and
+    against a tree that may say anything."""
+    assert audited([5, 5], [5, 6], 0.001, must_agree=True, num_branches=1).difference.verdict == "near-tie"
+    assert audited([5, 5], [5, 6], 0.1, must_agree=True, num_branches=1).difference.verdict == "fault"
 
 
 def test_a_small_margin_does_not_excuse_a_third_token() -> None:

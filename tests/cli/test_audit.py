@@ -62,3 +62,27 @@ def test_bad_input_is_exit_code_2(command_line: CommandLine, pair: tuple[str, st
     """Guards against a missing model that looks like a failed audit."""
     assert audit(command_line, (pair[0] + "-missing", pair[1])).code == 2
     assert audit(command_line, pair, "--prompts", "missing.jsonl").code == 2
+
+
+@pytest.mark.parametrize("kind", ["ngram", "language model"])
+def test_drafters_without_a_block(kind: str, command_line: CommandLine, pair: tuple[str, str], tmp_path: Path) -> None:
+    """Guards against an audit (or a check) that takes every draft for one of blocks: copies alone, and a smaller
+    language model. A check has nothing to read there and says what does."""
+    draft = "ngram" if kind == "ngram" else str(save_target(tmp_path / "small", seed=3))
+    outcome = audit(command_line, (pair[0], draft), "--json", "-n", "12")
+    assert outcome.code == 0, outcome.err
+    record = json.loads(outcome.out)
+    assert record["passed"]
+    assert [text["form"] for text in record["texts"]] == ["whole blocks", "as loaded", "all guesses", "trees"]
+    if kind == "language model":
+        assert all(text["num_guesses"] > 0 for text in record["texts"] if text["form"] != "as loaded")
+    refused = command_line.run("check", pair[0], draft, "--dtype", "float32", "--threads", "1")
+    assert refused.code == (2 if kind == "ngram" else 1)
+    assert "dflash audit" in refused.err if kind == "ngram" else "`audit`" in refused.out
+
+
+def test_forms_that_never_drafted_are_named(command_line: CommandLine, pair: tuple[str, str]) -> None:
+    """Guards against "no fault" where nothing was tried: an answer of one token has no round."""
+    outcome = audit(command_line, pair, "-n", "1")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("no guess was fed") == 4

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash.audit.forms import Form, forms_of
 from dflash.audit.oracle import Oracle, open_oracle
 from dflash.audit.recorder import LayerRecorder
 from dflash.audit.sampling import LawTest, decisions_on_one_block, runs_from_the_start
 from dflash.audit.states import RollbackAudit, WidthAudit, audit_rollback, audit_widths
-from dflash.audit.texts import TextAudit, audit_text, same_seed_same_text
+from dflash.audit.texts import TextAudit, audit_texts, same_seed_same_text
+from dflash.audit.trees import TreeAudit, audit_trees
 from dflash.core.engine import Engine, EngineInfo
 from dflash.core.textshare import TextShare, pooled
 from dflash.errors import ConfigError
@@ -39,10 +41,13 @@ class AuditReport:
     widths: WidthAudit
     rollbacks: Sequence[RollbackAudit]
     """Behind a short prompt; behind one longer than the target's window, if it has one."""
+    trees: Sequence[TreeAudit]
+    """Behind the same prompts; empty where a layer's state cannot hold branches."""
     window: int | None
     window_covered: bool
     """Whether the longer prompt left the window (False only if there is one that is too wide to try)."""
     texts: Sequence[TextAudit]
+    """Every prompt in every form of drafting."""
     seed_difference: int | None
     """Where sampled texts of one seed part; None if they do not."""
     laws: Sequence[LawTest]
@@ -52,13 +57,14 @@ class AuditReport:
 
     @property
     def share(self) -> TextShare:
-        """Loops and copies in all drafted texts."""
-        return pooled(text.share for text in self.texts)
+        """Loops and copies in the texts of the first form (the others are the same, or a fault)."""
+        return pooled(text.share for text in self.texts if text.form == self.texts[0].form)
 
     @property
     def passed(self) -> bool:
         """Whether nothing worse than near-ties was found."""
         parts = [rollback.passed for rollback in self.rollbacks]
+        parts += [tree.passed for tree in self.trees]
         parts += [text.passed for text in self.texts]
         parts += [law.passed for law in self.laws]
         same_seed = self.seed_difference is None or not self.info.exact
@@ -84,6 +90,12 @@ class AuditReport:
                     f"after rolling back, logits are {rollback.oracle_error:.2g} from the bare model's (rounding "
                     f"explains {rollback.oracle_tolerance:.2g}): mask, positions or states are wrong."
                 )
+        found += [
+            f"in a tree, logits along the rows {tree.path} are {tree.error:.2g} from the bare model's (rounding "
+            f"explains {tree.tolerance:.2g}): a branch sees another one, or the kept path is not all that stays."
+            for tree in self.trees
+            if not tree.passed
+        ]
         for text in self.texts:
             found += _text_failures(text)
         if self.info.exact and self.seed_difference is not None:
@@ -99,13 +111,14 @@ def _text_failures(text: TextAudit) -> list[str]:
     one, stranger = text.difference, text.stranger
     if one is not None and one.verdict == "fault":
         found.append(
-            f"{text.prompt}: from token {one.position} on {one.drafted!r} instead of {one.plain!r}, {one.distance:.3g} "
-            f"below the best token (rounding explains {one.tolerance:.2g}); equality was promised or this is no tie."
+            f"{text.prompt}, {text.form}: from token {one.position} on {one.drafted!r} instead of {one.plain!r}, "
+            f"{one.distance:.3g} below the best token (rounding explains {one.tolerance:.2g}); equality was promised "
+            "or this is no tie."
         )
     if stranger is not None:
         found.append(
-            f"{text.prompt}: token {stranger.position} {stranger.token!r} is {stranger.distance:.3g} below "
-            f"what the bare model says (rounding explains {stranger.tolerance:.2g})."
+            f"{text.prompt}, {text.form}: token {stranger.position} {stranger.token!r} is {stranger.distance:.3g} "
+            f"below what the bare model says (rounding explains {stranger.tolerance:.2g})."
         )
     return found
 
@@ -126,12 +139,15 @@ def audit(
 
     Raises ConfigError without a draft and for quantised keys and values, PromptError for a prompt that is too long.
     """
-    if engine.drafter is None or engine.info.block_size is None:
+    if engine.drafter is None:
         raise ConfigError("there is no draft to audit: name one, or train one with `dflash train`.")
     work = workload or Workload()
     report = progress or (lambda what, share: None)
     oracle = open_oracle(engine)
-    exact, width = engine.info.exact, engine.info.width or engine.info.block_size
+    # A drafter without a block feeds as many rows as were checked.
+    exact, width = engine.info.exact, engine.info.width or engine.info.block_size or engine.max_rows
+    has_trees = _supports_trees(engine)
+    forms = forms_of(engine, supports_trees=has_trees)
     must_agree = exact or engine.info.dtype == "float32"
 
     report("comparing forward widths", 0.0)
@@ -143,12 +159,14 @@ def audit(
         report("comparing forward widths", 1.0)
         window = engine.target.widest_window
         lengths = _prompt_lengths(engine, window, width)
-        rollbacks = []
+        rollbacks, trees = [], []
         for index, length in enumerate(lengths):
             report("rolling rejected rows back", index / len(lengths))
             rollbacks.append(
                 audit_rollback(decoding, oracle, prompt_length=length, width=max(width, 4), bit_exact=exact)
             )
+            if has_trees:
+                trees.append(audit_trees(decoding, oracle, prompt_length=length))
     finally:
         unpadded.close()
         decoding.close()
@@ -156,28 +174,30 @@ def audit(
     texts = []
     for index, (name, ids) in enumerate(prompts):
         report("comparing texts", index / len(prompts))
-        texts.append(audit_text(engine, oracle, name, ids, work.max_new_tokens, must_agree=must_agree))
-    seed_difference = same_seed_same_text(engine, prompts[0][1], work.max_new_tokens)
+        texts += audit_texts(engine, oracle, name, ids, work.max_new_tokens, forms, must_agree=must_agree)
+    seed_difference = same_seed_same_text(engine, prompts[0][1], work.max_new_tokens, forms)
     return AuditReport(
         info=engine.info,
         widths=widths,
         rollbacks=rollbacks,
+        trees=trees,
         window=window,
         window_covered=window is None or lengths[-1] > window,
         texts=texts,
         seed_difference=seed_difference,
-        laws=_laws(engine, oracle, prompts, work.num_runs, report),
+        laws=_laws(engine, forms, oracle, prompts, (work.num_runs, report)),
         must_agree=must_agree,
     )
 
 
 def _laws(
     engine: Engine,
+    forms: Sequence[Form],
     oracle: Oracle,
     prompts: Sequence[tuple[str, Sequence[int]]],
-    num_runs: int,
-    report: Progress,
+    work: tuple[int, Progress],
 ) -> list[LawTest]:
+    num_runs, report = work
     shortest = min((ids for _, ids in prompts), key=len)  # every run feeds it again
     done = 0
 
@@ -186,10 +206,18 @@ def _laws(
         done += 1
         report("sampling", done / (num_runs + 1))
 
-    whole = runs_from_the_start(engine, oracle, shortest, num_runs, tick)
+    whole = runs_from_the_start(forms, oracle, shortest, num_runs, tick)
     block = decisions_on_one_block(engine, oracle, shortest, DECISIONS_PER_RUN * num_runs)
     report("sampling", 1.0)
     return [whole, block]
+
+
+def _supports_trees(engine: Engine) -> bool:
+    session = engine.target.session(features=False)
+    try:
+        return session.supports_trees
+    finally:
+        session.close()
 
 
 def _prompt_lengths(engine: Engine, window: int | None, width: int) -> list[int]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash.audit.forms import Form
 from dflash.audit.oracle import FloatArray, Oracle
-from dflash.audit.texts import WHOLE_BLOCKS
 from dflash.core.engine import Engine
 from dflash.core.reference import distribution
 from dflash.types import Proposal, SamplingParams, Verdict
@@ -67,16 +67,16 @@ def place_of(token: int, probs: FloatArray, inside: float) -> float:
 
 
 def runs_from_the_start(
-    engine: Engine, oracle: Oracle, prompt_ids: Sequence[int], num_runs: int, tick: Callable[[], None]
+    forms: Sequence[Form], oracle: Oracle, prompt_ids: Sequence[int], num_runs: int, tick: Callable[[], None]
 ) -> LawTest:
-    """Whole generations of a few tokens, one seed each: prefill, draft, verify, accept, commit and all."""
+    """Whole generations of a few tokens, one seed each: prefill, draft, verify, accept, commit and all. The forms take
+    turns."""
     inside = np.random.default_rng(0)
     places: list[float] = []
     for seed in range(num_runs):
         params = SamplingParams(max_new_tokens=TOKENS_PER_RUN, temperature=1.0, seed=seed, ignore_eos=True)
-        # Every other run drafts as the engine was loaded, the others in whole blocks.
-        drafting = WHOLE_BLOCKS if seed % 2 else None
-        tokens = engine.generate(prompt_ids=prompt_ids, params=params, drafting=drafting).token_ids
+        form = forms[seed % len(forms)]
+        tokens = form.engine.generate(prompt_ids=prompt_ids, params=params, drafting=form.drafting).token_ids
         rows = oracle.logits([*prompt_ids, *tokens[:-1]], len(tokens))
         for token, row in zip(tokens, rows, strict=True):
             places.append(place_of(token, distribution(row, params), float(inside.random())))

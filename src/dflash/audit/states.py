@@ -87,7 +87,7 @@ def audit_rollback(
     Args:
         bit_exact: equality is promised, so every bit counts; else differences of the size of rounding are allowed.
     """
-    text = _text(prompt_length + 2 * width + STEP, recorder.vocab_size, seed=0)
+    text = random_text(prompt_length + 2 * width + STEP, recorder.vocab_size, seed=0)
     faults: list[RollbackFault] = []
     error = tolerance = 0.0
     cases = sorted({1, 2, width // 2, width - 1, width} - {0})
@@ -112,7 +112,7 @@ class _Step:
 
 def _after_rounds(recorder: Recorder, text: Sequence[int], prompt_length: int, kept: int, width: int) -> _Step:
     """Two rounds that feed `width` rows and keep `kept` of them, then one step of STEP rows."""
-    noise = _text(width, recorder.vocab_size, seed=1)
+    noise = random_text(width, recorder.vocab_size, seed=1)
     session = recorder.session()
     try:
         session.prefill(text[:prompt_length])
@@ -170,7 +170,7 @@ def audit_widths(
 ) -> WidthAudit:
     """Find the classes of forwards without padding rows, and prove equality in the form that decodes."""
     classes = _classes(unpadded, max_width)
-    text = _text(24 + num_tokens + max_width, decoding.vocab_size, seed=2)
+    text = random_text(24 + num_tokens + max_width, decoding.vocab_size, seed=2)
     single = _single_steps(decoding, text, num_tokens)
     blocks = _blocks(decoding, text, num_tokens, max_width)
     differences = [
@@ -196,7 +196,7 @@ def audit_widths(
 
 def _classes(recorder: Recorder, max_width: int) -> list[tuple[int, ...]]:
     """Widths grouped by the bits of the rows that they share."""
-    text = _text(24 + max_width, recorder.vocab_size, seed=3)
+    text = random_text(24 + max_width, recorder.vocab_size, seed=3)
     session = recorder.session()
     try:
         session.prefill(text[:24])
@@ -239,7 +239,7 @@ def _single_steps(recorder: Recorder, text: Sequence[int], num_tokens: int) -> l
 
 def _blocks(recorder: Recorder, text: Sequence[int], num_tokens: int, max_width: int) -> list[_Step]:
     """The same tokens in blocks of changing width, each with a rejected tail."""
-    noise = _text(max_width, recorder.vocab_size, seed=4)
+    noise = random_text(max_width, recorder.vocab_size, seed=4)
     session = recorder.session()
     steps: list[_Step] = []
     try:
@@ -260,7 +260,7 @@ def _blocks(recorder: Recorder, text: Sequence[int], num_tokens: int, max_width:
     return steps
 
 
-def _text(length: int, vocab_size: int, seed: int) -> list[int]:
+def random_text(length: int, vocab_size: int, seed: int) -> list[int]:
     """Token ids without a pattern."""
     ids: list[int] = np.random.default_rng(seed).integers(vocab_size, size=length).tolist()
     return ids

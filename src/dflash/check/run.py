@@ -20,9 +20,9 @@ from dflash.core.engine import Engine
 from dflash.core.findings import Finding, has_errors
 from dflash.core.pair_checks import TargetTokens, raw_config, token_findings
 from dflash.core.published import published_as
-from dflash.errors import CheckpointError, PairError, UnsupportedModel
+from dflash.errors import CheckpointError, ConfigError, PairError, UnsupportedModel
 from dflash.prepare.prompts import Conversation
-from dflash.registry import backend_loader
+from dflash.registry import MODEL_FREE_DRAFTERS, backend_loader
 from dflash.resolve import AUTO, Progress, resolve_draft, resolve_target
 
 MAX_NEW_TOKENS = 32
@@ -65,10 +65,16 @@ def check(
         options: dtype, device, num_threads and trust_remote_code of the backend's `load`.
 
     Raises:
-        ModelError: target or draft cannot be found, ConfigError, PromptError: as `dflash.load` and `Engine.generate`.
+        ModelError: target or draft cannot be found, ConfigError, PromptError: as `dflash.load` and `Engine.generate`;
+            also ConfigError for a drafter without a model, of which there is nothing to read.
             A pair that is found but cannot be used is no error: the report says why.
     """
     report = progress or (lambda what, share: None)
+    if draft in MODEL_FREE_DRAFTERS:
+        raise ConfigError(
+            f"'{draft}' has no model that could be read wrongly, so there is nothing to check; `dflash audit` shows "
+            "that it changes no text, `dflash bench` what it brings."
+        )
     load = backend_loader(backend)
     code = bool(options.get("trust_remote_code", False))
     target_source = resolve_target(os.fspath(target), allow_code=code, progress=report)

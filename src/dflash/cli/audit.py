@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dflash.audit.run import AuditReport
+    from dflash.audit.texts import TextAudit
     from dflash.core.textshare import TextShare
 
 EXIT_FAULT = 1
@@ -86,10 +88,15 @@ def record(found: AuditReport) -> dict[str, Any]:
         "window": found.window,
         "window_covered": found.window_covered,
         "rollbacks": [dataclasses.asdict(one) | {"passed": one.passed} for one in found.rollbacks],
+        "trees": [dataclasses.asdict(one) | {"passed": one.passed} for one in found.trees],
         "texts": [
             {
                 "prompt": text.prompt,
+                "form": text.form,
                 "num_tokens": text.num_tokens,
+                "num_guesses": text.num_guesses,
+                "num_branch_rows": text.num_branch_rows,
+                "num_copied": text.num_copied,
                 "acceptance_length": report.number(text.acceptance_length),
                 "first_difference": text.difference and dataclasses.asdict(text.difference),
                 "stranger": text.stranger and dataclasses.asdict(text.stranger),
@@ -126,9 +133,14 @@ def _print(console: Console, found: AuditReport) -> None:
         one = text.difference
         if one is not None:
             line = (
-                f"{text.prompt}: token {one.position}: plain {one.plain!r}, DFlash {one.drafted!r}; top-2 margin "
-                f"{one.margin:.3g}, distance {one.distance:.3g}, rounding explains {one.tolerance:.2g}: {one.verdict}"
+                f"{text.prompt}, {text.form}: token {one.position}: plain {one.plain!r}, DFlash {one.drafted!r}; "
+                f"top-2 margin {one.margin:.3g}, distance {one.distance:.3g}, rounding explains {one.tolerance:.2g}: "
+                f"{one.verdict}"
             )
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for form in _forms(found):
+        if not any(text.num_guesses for text in found.texts if text.form == form):
+            line = f"note: {form}: no guess was fed, so that this form was not tried; ask for longer answers (-n)"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     for failure in found.failures:
         console.print(f"FAULT: {failure}", markup=False, highlight=False, soft_wrap=True)
@@ -153,14 +165,15 @@ def _rows(found: AuditReport) -> list[tuple[str, str, str]]:
         worst = f"logits within {rollback.oracle_error:.2g} of the bare model's"
         result = "no trace" if not rollback.faults else f"{len(rollback.faults)} faults"
         rows.append(("rejected rows", f"{rollback.num_cases} kept counts, {kinds}", f"{result}; {worst}"))
+    for tree in found.trees:
+        worst = f"logits within {tree.error:.2g} of the bare model's"
+        tried = f"{tree.num_paths} paths of a tree, {tree.num_rows} rows"
+        rows.append(("branches", tried, f"{'no trace' if tree.passed else 'a fault'}; {worst}"))
     if not found.window_covered:
         rows.append(("", f"the window of {found.window} tokens is too wide to try here", "not covered"))
-    same = sum(text.difference is None for text in found.texts)
-    said = sum(text.stranger is None for text in found.texts)
-    tried = f"{len(found.texts)} greedy answers, {share.num_tokens} tokens"
-    rows.append(("same tokens", tried, f"{same} as plain decoding, {said} as the bare model says"))
+    rows += [_texts_row(form, [text for text in found.texts if text.form == form]) for form in _forms(found)]
     seed = "same text" if found.seed_difference is None else f"part at token {found.seed_difference}"
-    rows.append(("same seed", "one sampled answer, with and without draft", seed))
+    rows.append(("same seed", "one sampled answer, without a draft and in every form of chains", seed))
     for name, law in zip(("sampled runs", "decisions on one block"), found.laws, strict=True):
         rows.append(
             (
@@ -179,3 +192,20 @@ def _rows(found: AuditReport) -> list[tuple[str, str, str]]:
             )
         )
     return rows
+
+
+def _forms(found: AuditReport) -> list[str]:
+    return list(dict.fromkeys(text.form for text in found.texts))
+
+
+def _texts_row(form: str, texts: Sequence[TextAudit]) -> tuple[str, str, str]:
+    """What one form of drafting gave."""
+    same = sum(text.difference is None for text in texts)
+    said = sum(text.stranger is None for text in texts)
+    tried = f"{len(texts)} greedy answers, {sum(text.num_tokens for text in texts)} tokens, "
+    tried += f"{sum(text.num_guesses for text in texts)} guesses"
+    if branches := sum(text.num_branch_rows for text in texts):
+        tried += f" ({branches} on branches)"
+    if copied := sum(text.num_copied for text in texts):
+        tried += f", {copied} tokens from copies"
+    return f"same tokens: {form}", tried, f"{same} as plain decoding, {said} as the bare model says"

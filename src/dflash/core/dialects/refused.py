@@ -18,7 +18,7 @@ def reason(found: Checkpoint) -> str | None:
     if is_language_model(found.raw):
         return (
             "a language model of its own, which drafts where text is generated (`dflash generate`, `chat`, `bench`, "
-            "`calibrate`) and has nothing of a draft that could be checked, converted or served"
+            "`calibrate`, `audit`) and has nothing of a draft that could be checked, converted or served"
         )
     nested = found.level(NESTED)
     projector = nested.get("projector_type") or found.raw.get("projector_type")
