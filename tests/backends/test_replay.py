@@ -46,6 +46,31 @@ def test_replayed_states_equal_those_of_feeding_again(family: str) -> None:
             torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("replays", [True, False])
+@pytest.mark.parametrize("exact", [False, True])
+def test_two_rejection_patterns_give_one_recurrent_state(exact: bool, replays: bool) -> None:
+    """Fault: a recurrence that remembers rejected rows. The same tokens are fed in rounds with other accepted counts
+    and other rejected tails; one more step must agree, with each other and with a run that was never rejected."""
+    text = tokens(8, seed=5)
+    model = model_of("Qwen3.5")
+    target = TorchTarget(model, exact_width=4, replays=replays)
+    found = []
+    for pattern in ([1, 3, 2, 2], [4, 4], [1] * 8):
+        session = target.session(exact=exact)
+        session.prefill(PROMPT)
+        fed = 0
+        for kept in pattern:
+            feed(session, [*text[fed : fed + kept], *tokens(3, seed=100 + fed + kept)])
+            session.commit(range(kept))
+            fed += kept
+        assert fed == len(text)
+        found.append(feed(session, NEXT))
+    target.close()
+    expected = bare_logits(model, [*PROMPT, *text, *NEXT])[-len(NEXT) :]
+    for logits in found:
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", RECURRENT)
 def test_replay_runs_no_projection_and_no_other_layer(family: str) -> None:
     """Fault: the fast way is the slow way: attention, experts or projections run again at commit."""

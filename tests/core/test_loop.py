@@ -138,7 +138,7 @@ def test_end_of_sequence_as_the_first_token(eos: set[int], kind: str) -> None:
 def test_every_id_of_a_list_of_stop_ids_stops() -> None:
     """Guards against honouring only one end-of-sequence id."""
     for eos in (5, 9, 2):
-        rounds, _, _ = generation(guess_right(LOGITS), StopRule({eos, 11, 10}))
+        rounds, _, _ = generation(guess_right(LOGITS), StopRule({0, eos, 11}))
         assert tuple(tokens_of(rounds)) == SCRIPT[: SCRIPT.index(eos) + 1]
 
 

@@ -58,20 +58,26 @@ def test_same_seed_same_text_at_any_width_and_other_seeds_differ() -> None:
 
 
 def test_loop_texts_have_the_law_of_the_target() -> None:
-    """Two sampled tokens in the real loop, 3 000 seeds, against the exact law (25 cells): guards against keyed
-    draws that are correlated between neighbouring positions or seeds. Fixed seeds; wrong laws give p ~ 0."""
+    """Three sampled tokens in the real loop, 3 000 seeds, neighbours against their exact law (25 cells each): guards
+    against keyed draws that are correlated between positions or seeds, and against rows behind an accepted guess that
+    are judged differently (the third token is mostly such a row's). Fixed seeds; wrong laws give p ~ 0."""
     logits = random_logits(4, vocab_size=5, scale=1.0)
     params = SamplingParams(temperature=0.9, max_new_tokens=3, top_p=0.95)
-    counts = np.zeros((5, 5))
+    counts = np.zeros((2, 5, 5))
     num_samples = 3_000
     for seed in range(num_samples):
         request = SamplingParams(temperature=0.9, max_new_tokens=3, top_p=0.95, seed=seed)
         text = tokens_of(run_rounds(logits, (2, 3), request, guess_right(logits), max_proposal=2))
-        counts[text[0], text[1]] += 1
+        counts[0, text[0], text[1]] += 1
+        counts[1, text[1], text[2]] += 1
     first = distribution(logits((2, 3)), params)
     then = np.stack([distribution(logits((2, 3, token)), params) for token in range(5)])
-    expected = (first[:, None] * then).ravel().astype(np.float64)
-    possible = expected > 0
-    assert counts.ravel()[~possible].sum() == 0
-    scaled = expected[possible] * num_samples / expected[possible].sum()
-    assert stats.chisquare(counts.ravel()[possible], scaled).pvalue > 0.01
+    last = np.stack([[distribution(logits((2, 3, a, b)), params) for b in range(5)] for a in range(5)])
+    pairs = first[:, None] * then
+    laws = (pairs, np.einsum("ab,abc->bc", pairs, last))
+    for seen, law in zip(counts, laws, strict=True):
+        expected = law.ravel().astype(np.float64)
+        possible = expected > 0
+        assert seen.ravel()[~possible].sum() == 0
+        scaled = expected[possible] * num_samples / expected[possible].sum()
+        assert stats.chisquare(seen.ravel()[possible], scaled).pvalue > 0.01

@@ -24,6 +24,7 @@ TABLE: dict[str, Row] = {
         (
             "backends/test_architectures.py::test_rollback_oracle",
             "backends/test_state.py::test_two_rejection_patterns_give_one_state",
+            "backends/test_replay.py::test_two_rejection_patterns_give_one_recurrent_state",
             "backends/test_replay.py::test_replayed_states_equal_those_of_feeding_again",
             "audit/test_states.py::test_every_kind_passes_and_a_fault_in_it_is_named",
         ),
@@ -159,6 +160,7 @@ TABLE: dict[str, Row] = {
         (
             "pitfalls/test_missing.py::test_a_block_starts_where_the_target_ends",
             "backends/test_draft_model.py::test_positions_are_absolute",
+            "backends/test_draft_networks.py::test_the_network_is_the_specification",
         ),
     ),
     "B3": Row(
@@ -267,6 +269,8 @@ TABLE: dict[str, Row] = {
         "a repository that changed in place",
         (
             "backends/test_conformance.py::test_info",
+            "pitfalls/test_missing.py::test_a_record_has_revision_and_hash_of_both",
+            "test_resolve.py::test_hub_download_fetches_no_pickles_and_no_code",
             "check/test_check.py::test_a_good_draft_is_usable",
             "core/test_published.py::test_changes_on_the_hub_are_named",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from dflash.backends.torch.drafters.dflash import DFlashDrafter
 from dflash.backends.torch.target import TorchTarget
 from dflash.check.description import PairFacts, describe
 from dflash.core.draft_config import LayerAttention
-from dflash.core.draft_reader import parse_draft_config
+from dflash.core.draft_reader import parse_draft_config, read_draft
+from dflash.core.engine import EngineInfo
 from dflash.core.loop import speculative_rounds
 from dflash.core.reference import ReferenceAcceptor, accept_sampled
 from dflash.core.stopping import StopRule
 from dflash.errors import CheckpointError
+from dflash.resolve import Source
 from dflash.types import Drafting, Proposal, SamplingParams
 from tests.backends.pairs import open_engine
 from tests.backends.tiny_pair import draft_config, random_draft, save_draft, save_target
@@ -219,3 +222,21 @@ def test_code_in_a_draft_is_not_run(tmp_path: Path) -> None:
     )
     engine.close()
     assert not trace.exists()
+
+
+def test_a_record_has_revision_and_hash_of_both(tmp_path: Path) -> None:
+    """Guards against figures of which nobody can tell later what ran: both models' commits and the draft's weights."""
+    folder = save_draft(tmp_path / "draft")
+    description = read_draft(folder)
+    machine: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu", "num_threads": 2, "exactness": None}
+    target = Source(name="owner/target", path=tmp_path, revision="c0ffee")
+    draft = Source(name="owner/draft", path=folder, revision="f00d")
+    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    info = EngineInfo.of(target, draft, description, width=None, **machine)
+    assert (info.target, info.target_revision) == ("owner/target", "c0ffee")
+    assert (info.draft, info.draft_revision, info.draft_sha256) == ("owner/draft", "f00d", weights)
+    assert (info.block_size, info.dtype) == (description.config.block_size, "bfloat16")
+    # A language model that drafts has no description; plain decoding has no draft.
+    assert EngineInfo.of(target, draft, None, width=None, **machine).draft_sha256 == weights
+    plain = EngineInfo.of(target, None, None, width=None, **machine)
+    assert (plain.draft, plain.draft_revision, plain.draft_sha256, plain.block_size) == (None,) * 4
