@@ -4,9 +4,9 @@
     python scripts/prove_pitfalls.py A9 B5      these rows only
 
 First the named tests run on an unchanged copy of the sources, where all must pass. Then each mutation of
-tests/pitfalls/mutations_*.py is applied to a copy of its own, and every test that it names must fail there, by what it
-asserts: a test that fails because the mutation is no working program proves nothing. The working tree is not touched.
-Ends with exit code 1 if a fault is not caught.
+tests/pitfalls/mutations_a.py and mutations_b.py is applied to a copy of its own, and every test that it names must fail
+there, by what it asserts: a test that fails because the mutation is no working program proves nothing. The working tree
+is not touched. Ends with exit code 1 if a fault is not caught.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from dflash.registry import BACKENDS, load_attribute
 
 if TYPE_CHECKING:
     from dflash.backends.torch.engine import load
-    from dflash.core.engine import Engine, EngineInfo, StreamEvent
+    from dflash.core.engine import Engine, StreamEvent
+    from dflash.core.engine_info import EngineInfo
     from dflash.errors import DFlashError
     from dflash.types import Drafting, Result, SamplingParams, Stats
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from dflash.backends.torch.engine import TorchEngine
 from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.target import TorchTarget
-from dflash.core.engine import Engine, EngineInfo
+from dflash.core.engine import Engine
+from dflash.core.engine_info import EngineInfo
 from dflash.core.exactness import WidthClass
 from dflash.types import Proposal, SamplingParams
 

@@ -19,7 +19,8 @@ import torch
 
 import dflash
 from dflash.cli.main import main
-from dflash.core.engine import EngineInfo, StreamEvent
+from dflash.core.engine import StreamEvent
+from dflash.core.engine_info import EngineInfo
 from dflash.core.exactness import WidthClass
 from dflash.errors import PromptError
 from dflash.types import Result, Round, SamplingParams, Stats

@@ -314,8 +314,8 @@ MUTATIONS = (
     Mutation(
         "B18",
         "the hash of the weights is not recorded",
-        "core/engine.py",
-        "draft_sha256=sha256,",
+        "core/engine_info.py",
+        "draft_sha256=None if draft is None else draft_sha256(draft.path, description),",
         "draft_sha256=None,",
         (
             "backends/test_conformance.py::test_info",
@@ -325,7 +325,7 @@ MUTATIONS = (
     Mutation(
         "B18",
         "the commit of the target is not recorded",
-        "core/engine.py",
+        "core/engine_info.py",
         "target_revision=target.revision,",
         "target_revision=None,",
         ("pitfalls/test_missing.py::test_a_record_has_revision_and_hash_of_both",),

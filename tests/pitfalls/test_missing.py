@@ -17,7 +17,7 @@ from dflash.backends.torch.target import TorchTarget
 from dflash.check.description import PairFacts, describe
 from dflash.core.draft_config import LayerAttention
 from dflash.core.draft_reader import parse_draft_config, read_draft
-from dflash.core.engine import EngineInfo
+from dflash.core.engine_info import EngineInfo
 from dflash.core.loop import speculative_rounds
 from dflash.core.reference import ReferenceAcceptor, accept_sampled
 from dflash.core.stopping import StopRule

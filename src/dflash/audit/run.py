@@ -12,7 +12,8 @@ from dflash.audit.sampling import LawTest, decisions_on_one_block, runs_from_the
 from dflash.audit.states import RollbackAudit, WidthAudit, audit_rollback, audit_widths
 from dflash.audit.texts import TextAudit, audit_texts, same_seed_same_text
 from dflash.audit.trees import TreeAudit, audit_trees
-from dflash.core.engine import Engine, EngineInfo
+from dflash.core.engine import Engine
+from dflash.core.engine_info import EngineInfo
 from dflash.core.textshare import TextShare, pooled
 from dflash.errors import ConfigError
 from dflash.resolve import Progress

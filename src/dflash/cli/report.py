@@ -13,7 +13,7 @@ from dflash.types import Round, Stats
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dflash.core.engine import EngineInfo
+    from dflash.core.engine_info import EngineInfo
 
 
 def number(value: float) -> float | None:

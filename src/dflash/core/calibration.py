@@ -28,7 +28,8 @@ from dflash.cache import cache_root
 from dflash.core.adaptive import as_asker
 from dflash.core.cost import CostCurve, CostTracker
 from dflash.core.drafting import CopyDrafter, SharedDrafter
-from dflash.core.engine import EngineInfo, SharedTarget, TargetSession
+from dflash.core.engine import SharedTarget, TargetSession
+from dflash.core.engine_info import EngineInfo
 from dflash.types import Proposal
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)

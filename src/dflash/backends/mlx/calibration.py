@@ -10,7 +10,7 @@ from importlib.metadata import version
 import mlx.core as mx
 
 from dflash.core.calibration import Device
-from dflash.core.engine import EngineInfo
+from dflash.core.engine_info import EngineInfo
 
 
 def device_of(info: EngineInfo, kv_bits: int | None) -> Device:

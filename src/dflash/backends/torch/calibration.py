@@ -9,7 +9,7 @@ import torch
 
 from dflash.backends.torch.clock import waiting_for
 from dflash.core.calibration import Device
-from dflash.core.engine import EngineInfo
+from dflash.core.engine_info import EngineInfo
 
 
 def device_of(info: EngineInfo) -> Device:

@@ -41,7 +41,8 @@ from dflash.core.draft_config import DraftConfig
 from dflash.core.draft_reader import DraftDescription, read_draft
 from dflash.core.drafting import SharedDrafter, engine_drafting
 from dflash.core.eagle3_config import tap_findings
-from dflash.core.engine import Engine, EngineInfo
+from dflash.core.engine import Engine
+from dflash.core.engine_info import EngineInfo
 from dflash.core.exactness import PROBED_WIDTH, WIDEST_ON_DEVICES, WidthClass
 from dflash.core.language_model import check_same_tokens, folder_is_language_model
 from dflash.core.loop import Clock
