@@ -29,7 +29,8 @@ def given(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 def fast(x: dict[str, Tensor], distill: float | None, chunk: int, factor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, gradient of factor * loss, arg max rows)."""
     hidden = x["hidden"].clone().requires_grad_()
-    extra = {} if distill is None else {"teacher_PV": x["teacher"], "teacher_rows_R": x["rows"]}
+    means = x["teacher"].to(x["head"].dtype) @ x["head"]
+    extra = {} if distill is None else {"teacher_PH": means, "teacher_rows_R": x["rows"]}
     loss, predicted = frozen_head_loss(
         hidden, x["head"], x["labels"], x["weights"], distill=distill or 0.0, chunk=chunk, **extra
     )
@@ -87,7 +88,7 @@ def test_values_by_hand() -> None:
     assert float(hard) == pytest.approx(-math.log(0.75) - 0.5 * math.log(0.25), rel=1e-5)
     teacher = torch.tensor([[0.5, 0.5]])
     mixed, _ = frozen_head_loss(
-        hidden, head, labels, weights, teacher_PV=teacher, teacher_rows_R=torch.tensor([0, 0]), distill=1.0
+        hidden, head, labels, weights, teacher_PH=teacher @ head, teacher_rows_R=torch.tensor([0, 0]), distill=1.0
     )
     assert float(mixed) == pytest.approx(-1.5 * (0.5 * math.log(0.75) + 0.5 * math.log(0.25)), rel=1e-5)
 
@@ -102,7 +103,7 @@ def test_distillation_is_smallest_at_the_teacher() -> None:
         torch.eye(VOCAB),
         labels,
         torch.ones(POSITIONS),
-        teacher_PV=teacher,
+        teacher_PH=teacher,  # the head is the identity
         teacher_rows_R=torch.arange(POSITIONS),
         distill=1.0,
     )

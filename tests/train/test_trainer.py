@@ -323,7 +323,8 @@ def test_distillation_needs_no_tap_of_the_last_layer(pair: Path, tmp_path: Path,
                 return training_sums(network, head, batch, teacher_NSH=teacher_NSH, **options)
 
             patch.setattr("dflash.train.trainer.training_sums", record)
-            trainer.sums([(0, np.random.default_rng(0)), (1, np.random.default_rng(1))])
+            with trainer.drawer() as drawer:
+                trainer.sums(drawer.draw([(0, np.random.default_rng(0)), (1, np.random.default_rng(1))]))
         trainer.target.close()
     assert torch.equal(seen[0], seen[1])
     run(pair, tmp_path / "whole", loss=loss, data=data, network={"target_layer_ids": [0, 1]})

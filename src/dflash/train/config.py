@@ -62,6 +62,12 @@ class DataConfig(_Section):
     )
     split_seed: int = Field(0, ge=0, description="Which sequences are held out and which the limit keeps.")
     limit: int | None = Field(None, ge=1, description="Learn from only the first so many sequences (by that hash).")
+    length_window: int = Field(
+        1,
+        ge=1,
+        description="Steps drawn together and sorted by length among themselves, so that wide batches on a GPU pad "
+        "little; 1 = any lengths side by side.",
+    )
     features: Literal["online", "cached"] = Field(
         "online", description="Compute features in each step, or keep them on disk after the first visit."
     )

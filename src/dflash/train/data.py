@@ -29,7 +29,7 @@ SPLIT = "prompt-hash-1"
 RESERVED_SHARE = 1 / 32
 """Share of all prompts, by hash, that is never learnt from, whatever answers are given and however few are held out."""
 
-_ORDER_STREAM, _ANCHOR_STREAM = 2, 3  # 1 was the split's, when it was a permutation
+_ORDER_STREAM, _ANCHOR_STREAM, _GROUP_STREAM = 2, 3, 4  # 1 was the split's, when it was a permutation
 _HASH_BYTES = 8
 _LATER_TURN = re.compile(r"(?P<conversation>.*)#turn\d+")
 
@@ -121,15 +121,49 @@ def epoch_order(num_sequences: int, *, seed: int, epoch: int) -> NDArray[np.int6
     return np.random.default_rng([seed, _ORDER_STREAM, epoch]).permutation(num_sequences)
 
 
-def visits(num_sequences: int, *, seed: int, start: int) -> Iterator[tuple[int, np.random.Generator]]:
+def visits(
+    num_sequences: int, *, seed: int, start: int, grouping: Grouping | None = None
+) -> Iterator[tuple[int, np.random.Generator]]:
     """Endless (sequence number, generator for its anchors), from visit number `start` on."""
     visit = start
     while True:
         epoch, offset = divmod(visit, num_sequences)
         order = epoch_order(num_sequences, seed=seed, epoch=epoch)
+        if grouping is not None:
+            order = grouped(order, grouping, seed=seed, epoch=epoch)
         for number in order[offset:]:
             yield int(number), np.random.default_rng([seed, _ANCHOR_STREAM, visit])
             visit += 1
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Which visits share a step's forward, so that a wide batch pads little."""
+
+    lengths: NDArray[np.int64]
+    """Tokens per sequence."""
+    per_step: int
+    """Visits of one optimizer step; steps begin at multiples of it."""
+    window: int
+    """Steps that are drawn together and sorted by length among themselves."""
+
+
+def grouped(order: NDArray[np.int64], grouping: Grouping, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """`order` of an epoch with sequences of similar length side by side in each step, the steps in random order.
+
+    A permutation of `order`, which stays a pure function of (seed, epoch). The step that an epoch shares with the one
+    before it, and an incomplete last one, stay as they were drawn.
+    """
+    size = grouping.per_step
+    lead = -epoch * len(order) % size  # a step that began in the epoch before takes these
+    rng = np.random.default_rng([seed, _GROUP_STREAM, epoch])
+    parts = [order[:lead]]
+    for begin in range(lead, len(order), size * grouping.window):
+        drawn = order[begin : begin + size * grouping.window]
+        whole = len(drawn) // size * size
+        by_length = drawn[np.argsort(grouping.lengths[drawn[:whole]], kind="stable")]
+        parts += [rng.permutation(by_length.reshape(-1, size)).ravel(), drawn[whole:]]
+    return np.concatenate(parts)
 
 
 def _sequence(row: AnswerRow, max_length: int) -> AnswerSequence:

@@ -27,6 +27,13 @@ def reference_loss(
 
 _LARGEST_CHUNK = 2**26
 """Logits formed at a time (a quarter of a GiB in float32), whatever the vocabulary."""
+_CHUNK_ROWS_CPU = 1024
+"""Rows per chunk that stay in a processor's caches; a GPU takes as many as `_LARGEST_CHUNK` allows."""
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """In float32 inside; the result in the dtype of the logits, also where autocast would widen it."""
+    return logits.softmax(-1, dtype=logits.dtype)
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -37,32 +44,28 @@ class _FrozenHeadLoss(torch.autograd.Function):
         head_VH: Tensor,
         labels_R: Tensor,
         weights_R: Tensor,
-        teacher_PV: Tensor | None,
+        teacher_PH: Tensor | None,
         teacher_rows_R: Tensor | None,
         distill: float,
-        chunk: int,
+        chunk: int | None,
     ) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(hidden_RH)
         predicted = torch.empty_like(labels_R)
         total = hidden_RH.new_zeros((), dtype=torch.float32)
-        chunk = min(chunk, max(1, _LARGEST_CHUNK // head_VH.shape[0]))
+        most = max(1, _LARGEST_CHUNK // head_VH.shape[0])
+        chunk = min(chunk or (_CHUNK_ROWS_CPU if hidden_RH.device.type == "cpu" else most), most)
         for start in range(0, hidden_RH.shape[0], chunk):
             rows = slice(start, start + chunk)
-            logits = (hidden_RH[rows] @ head_VH.T).float()
+            hidden = hidden_RH[rows]
+            logits = hidden @ head_VH.T
             predicted[rows] = logits.argmax(-1)
-            log_q = logits.log_softmax(-1)
-            labels, weights = labels_R[rows, None], weights_R[rows, None]
-            cross = -log_q.gather(1, labels)
-            delta = log_q.exp()
-            if teacher_PV is not None and teacher_rows_R is not None:
-                teacher = teacher_PV[teacher_rows_R[rows]]
-                cross = (1 - distill) * cross - distill * (teacher * log_q).sum(-1, keepdim=True)
-                delta.sub_(teacher, alpha=distill)
-                delta.scatter_add_(1, labels, torch.full_like(cross, distill - 1))
-            else:
-                delta.scatter_add_(1, labels, torch.full_like(cross, -1.0))
-            total += (weights * cross).sum()
-            gradient[rows] = (delta.mul_(weights)).to(head_VH.dtype) @ head_VH
+            aim = head_VH[labels_R[rows]]
+            if teacher_PH is not None and teacher_rows_R is not None:
+                aim = aim.lerp(teacher_PH[teacher_rows_R[rows]].to(aim.dtype), distill)
+            # Σ_v target_v · logit_v = hidden · Σ_v target_v · head_v, so a target is one row of H numbers, not V.
+            cross = logits.float().logsumexp(-1) - (hidden.float() * aim).sum(-1)
+            total += (weights_R[rows] * cross).sum()
+            gradient[rows] = (_softmax(logits) @ head_VH - aim) * weights_R[rows, None]
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(predicted)
         return total, predicted
@@ -79,14 +82,15 @@ def frozen_head_loss(
     labels_R: Tensor,  # row numbers of head_VH
     weights_R: Tensor,  # float32
     *,
-    teacher_PV: Tensor | None = None,  # the target's distribution per sequence position, over head_VH's rows
+    teacher_PH: Tensor | None = None,  # mean row of head_VH under the target's distribution, per sequence position
     teacher_rows_R: Tensor | None = None,  # which position judges which row
     distill: float = 0.0,
-    chunk: int = 1024,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(summed weighted loss, arg max row per supervised row). The caller divides by the sum of weights.
 
-    Up to four float32 matrices [chunk, V] exist at a time; `chunk` shrinks for vocabularies beyond 64k rows.
+    Three matrices [chunk, V] exist at a time, one of them float32; `chunk` (default: what suits the device) is capped
+    by their size.
     """
     apply: Callable[..., tuple[Tensor, Tensor]] = _FrozenHeadLoss.apply
-    return apply(hidden_RH, head_VH, labels_R, weights_R, teacher_PV, teacher_rows_R, distill, chunk)
+    return apply(hidden_RH, head_VH, labels_R, weights_R, teacher_PH, teacher_rows_R, distill, chunk)

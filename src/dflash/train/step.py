@@ -6,7 +6,7 @@ later, can be added before dividing: loss = Σ w·CE / Σ w over the whole optim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from dflash.backends.torch.draft_model import DraftModel
 from dflash.train.anchors import Blocks, slot_weights
 from dflash.train.losses import frozen_head_loss
+
+_LARGEST_PART = 2**26
+"""Teacher logits formed at a time."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,14 @@ def forward_blocks(draft: DraftModel, batch: Batch, embed_VH: Tensor) -> Tensor:
     positions = torch.arange(batch.features_NSF.shape[1], device=ids.device).expand(n, -1)
     contexts = draft.project_context(batch.features_NSF, positions)
     bias = torch.zeros(batch.visible_NAS.shape, device=ids.device).masked_fill_(~batch.visible_NAS, -torch.inf)
-    hidden: Tensor = draft(embed_VH[ids].to(draft.fc.weight.dtype), batch.anchors_NA, contexts, bias)
+    # The residual stream has the compute type, as it has at inference.
+    hidden: Tensor = draft(embed_VH[ids].to(_compute_dtype(draft.fc.weight)), batch.anchors_NA, contexts, bias)
     return hidden
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 def training_sums(
@@ -153,7 +162,7 @@ def training_sums(
         head.head_KH,
         rows_NAT[scored_NAT],
         weights_NAT[scored_NAT],
-        teacher_PV=teacher,
+        teacher_PH=teacher,
         teacher_rows_R=teacher_rows,
         distill=distill,
     )
@@ -173,10 +182,17 @@ def training_sums(
 
 @torch.no_grad()
 def _teacher(head: FrozenHead, batch: Batch, teacher_NSH: Tensor, scored_NAT: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's distribution over the draft vocabulary at the positions that judge a slot, and which is whose."""
+    """The head's mean row under the target's distribution over the draft vocabulary, at the positions that judge a slot
+    [P, H], and which is whose."""
     n, s, _ = teacher_NSH.shape
     slots = torch.arange(batch.labels_NAT.shape[2], device=teacher_NSH.device)
     judge_NAT = batch.anchors_NA[..., None] + slots + s * torch.arange(n, device=slots.device)[:, None, None]
     positions_P, rows_R = judge_NAT[scored_NAT].unique(return_inverse=True)
     states = head.final_norm(teacher_NSH.flatten(0, 1)[positions_P].to(head.head_KH.dtype))
-    return (states @ head.head_KH.T).float().softmax(-1), rows_R
+    means = [part.softmax(-1, dtype=part.dtype) @ head.head_KH for part in _logits_in_parts(states, head.head_KH)]
+    return torch.cat(means), rows_R
+
+
+def _logits_in_parts(states_PH: Tensor, head_KH: Tensor) -> Iterator[Tensor]:
+    for part in states_PH.split(max(1, _LARGEST_PART // head_KH.shape[0])):
+        yield part @ head_KH.T

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
@@ -27,9 +26,9 @@ from dflash.errors import CheckpointError, ConfigError
 from dflash.prepare.jsonl import read_json_object, write_json_atomically
 from dflash.resolve import Progress
 from dflash.train import data as data_module
-from dflash.train.anchors import draw_blocks
 from dflash.train.checkpoint import Position, load_checkpoint, save_checkpoint
 from dflash.train.config import OptimizerConfig, TrainConfig, load_config
+from dflash.train.drawing import Drawn, StepDrawer
 from dflash.train.evaluate import DecodeReport, decode_report, held_out_figures
 from dflash.train.export import RECIPE_FILE, export_draft, write_recipe
 from dflash.train.metrics import MetricsWriter
@@ -90,6 +89,8 @@ def run_training(
 def fingerprint(config: TrainConfig) -> str:
     """Of everything in a recipe that may not change between restarts."""
     fixed = {k: v for k, v in json.loads(config.model_dump_json()).items() if k not in _FREE_TO_CHANGE}
+    if config.data.length_window == 1:  # younger than the oldest runs that may still be resumed
+        del fixed["data"]["length_window"]
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -143,23 +144,33 @@ class Trainer:
 
     def _steps(self, progress: Progress | None) -> DecodeReport | None:
         config, started = self.config, time.perf_counter()
-        per_step = config.optimizer.sequences_per_step
-        visits = data_module.visits(len(self.run.data.train), seed=config.seed, start=self.position.visit)
         # A process that was killed may have written the checkpoint of this step, but not its evaluation or its draft.
         report = self._evaluate(progress) if self.position.step and self._evaluates(self.position.step) else None
-        while self.position.step < config.steps:
-            begun, at = time.perf_counter(), self.position
-            rate = learning_rate(at.step, config.steps, config.optimizer)
-            self._step([next(visits) for _ in range(per_step)], rate)
-            now = time.perf_counter()
-            self.position = Position(
-                step=at.step + 1, visit=at.visit + per_step, seconds=at.seconds + now - begun, recipe=at.recipe
-            )
-            out_of_time = self._is_over(now - started)
-            report = self._after_step(rate, progress, last=out_of_time) or report
-            if out_of_time:
-                break
+        with self.drawer() as drawer:
+            while self.position.step < config.steps:
+                begun, at = time.perf_counter(), self.position
+                rate = learning_rate(at.step, config.steps, config.optimizer)
+                self._step(drawer.step(), rate)
+                now = time.perf_counter()
+                visit = at.visit + config.optimizer.sequences_per_step
+                self.position = Position(
+                    step=at.step + 1, visit=visit, seconds=at.seconds + now - begun, recipe=at.recipe
+                )
+                out_of_time = self._is_over(now - started)
+                report = self._after_step(rate, progress, last=out_of_time) or report
+                if out_of_time:
+                    break
         return report
+
+    def drawer(self) -> StepDrawer:
+        """What the steps from here on learn from."""
+        return StepDrawer(
+            self.config,
+            self.run.data,
+            block_size=self.run.network.config.block_size,
+            processes=self.processes,
+            start=self.position.visit,
+        )
 
     def _is_over(self, seconds: float) -> bool:
         """Whether the recipe's time is up for any process: a step that only some of them begin would never end."""
@@ -189,12 +200,10 @@ class Trainer:
     def _evaluates(self, step: int) -> bool:
         return step % self.config.evaluate_every == 0 or step == self.config.steps
 
-    def _step(self, chosen: Sequence[tuple[int, np.random.Generator]], rate: float) -> None:
-        size = self.config.optimizer.micro_batch
-        mine = self.processes.share(chosen)
+    def _step(self, share: Sequence[Drawn], rate: float) -> None:
         sums = []
-        for start in range(0, len(mine), size):
-            result = self.sums(mine[start : start + size])
+        for drawn in share:
+            result = self.sums(drawn)
             result.loss.backward()
             sums.append(result)
         parameters = list(self.run.network.parameters())
@@ -217,20 +226,10 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self._pending.extend(_detached(s) for s in sums)
 
-    def sums(self, chosen: Sequence[tuple[int, np.random.Generator]]) -> StepSums:
-        """Forward of one micro-batch of (sequence number, generator of its anchors)."""
+    def sums(self, drawn: Drawn) -> StepSums:
+        """Forward of one micro-batch."""
         config, run = self.config, self.run
-        sequences = [run.data.train[number] for number, _ in chosen]
-        blocks = [
-            draw_blocks(
-                s.token_ids,
-                s.loss_mask,
-                block_size=run.network.config.block_size,
-                num_anchors=config.data.num_anchors,
-                rng=rng,
-            )
-            for s, (_, rng) in zip(sequences, chosen, strict=True)
-        ]
+        sequences, blocks = drawn
         features = run.features.batch([s.token_ids.tolist() for s in sequences])
         moved = [rows.to(run.device, torch.float32) for rows in features]
         recorded = collate(moved, [s.token_ids for s in sequences], blocks)

@@ -123,10 +123,13 @@ def block_mask(
 
 
 class RMSNorm(nn.RMSNorm):
-    """Computes in the dtype of its weight: under autocast the input may be narrower, which torch runs unfused."""
+    """Stays in the dtype of its input (float32 inside), also under autocast, which would widen whatever follows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps)
+        if not torch.is_autocast_enabled(x.device.type):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -212,7 +215,8 @@ def _attend_blocks(
     if sinks_Q is not None:
         sinks = sinks_Q.view(kv_heads, 1, group).expand(kv_heads, b, group).reshape(1, kv_heads, 1, rows, 1)
         scores.append(sinks.to(to_block.dtype).expand(n, -1, a, -1, -1))
-    weights = torch.cat(scores, dim=-1).softmax(dim=-1, dtype=torch.float32).to(q_NABQD.dtype)
+    joined = torch.cat(scores, dim=-1)
+    weights = joined.softmax(dim=-1, dtype=joined.dtype)  # in float32 inside; the dtype keeps autocast from widening it
     from_context = (weights[..., :s].flatten(2, 3) @ values_NKSD).view(n, kv_heads, a, rows, d)
     mixed = from_context + weights[..., s : s + b] @ v_NKABD
     return mixed.view(n, kv_heads, a, b, group, d).permute(0, 2, 3, 1, 4, 5).reshape(n, a, b, heads, d)
