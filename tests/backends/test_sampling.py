@@ -96,6 +96,32 @@ def test_rounds_equal_the_reference(
         assert acceptor.accept(Proposal(draft), Verdict(torch.from_numpy(logits))) == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row_by_row", [True, False])
+def test_near_ties_on_a_branch_are_left_to_the_next_round(row_by_row: bool, dtype: torch.dtype) -> None:
+    """Fault: a row of a branch, whose last bits may differ from a chain's, decides a near-tie; or rows that cannot
+    differ (the first branch) are given up, too."""
+    tree = Proposal.tree((1, 2, 5, 6, 7), (0, 1, 0, 3, 4))  # the anchor's children: 1 (then 2) and 5 (then 6, 7)
+    clear, near = 1.0, 1e-6
+
+    def accepted(first: int, margins: dict[int, float]) -> Acceptance:
+        logits = torch.zeros(6, 9)
+        for row, token in enumerate((first, 2, 3, 6, 7, 8)):
+            logits[row, token] = 16.0
+            logits[row, 0] = 16.0 - margins.get(row, clear)
+        logits[0, first] = 17.0
+        acceptor = TorchAcceptor(SamplingParams(), PROMPT, 9, row_by_row=row_by_row)
+        return acceptor.accept(tree, Verdict(logits.to(dtype)))
+
+    assert accepted(5, {}) == Acceptance((0, 3, 4, 5), 8)
+    if dtype == torch.bfloat16:  # 16 and 16 - 1e-6 are the same number: the first of equals would be said
+        assert accepted(5, {4: near}).path[-1] == 3
+        return
+    assert accepted(5, {5: near}) == Acceptance((0, 3, 4), 7)
+    assert accepted(5, {3: near}) == Acceptance((0,), 5)
+    assert accepted(1, {1: near, 2: near}) == Acceptance((0, 1, 2), 3)
+
+
 @pytest.mark.parametrize("row_by_row", [True, False])
 @pytest.mark.parametrize("option", ["plain", "mixed"])
 def test_drawn_chains_and_chances_equal_the_reference(option: str, row_by_row: bool) -> None:

@@ -161,10 +161,12 @@ def test_calibrate(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert record["draft_seconds"] > 0
     (kept,) = (tmp_path / "costs").iterdir()
     assert json.loads(kept.read_text())["verify"] == record["verify"]
+    assert [one["form"] for one in record["compared"]] == ["plain", "fixed", "auto"]
     for one in record["compared"]:
         assert one["predicted_tokens_per_second"] > 0
         assert one["measured_tokens_per_second"] > 0
-    shown = pair.run("calibrate", "--seconds", "0", "--limit", "0")
+    shown = pair.run("calibrate", "--seconds", "0", "--limit", "1")
     assert "rows" in shown.out
+    assert "furthest off" in shown.out
     refused = pair.run("calibrate", "--fixed")
     assert (refused.code, refused.err.count("\n")) == (2, 1)

@@ -16,6 +16,8 @@ from dflash.cli.session import open_engine, working
 from dflash.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from dflash.core.cost import CostCurve
     from dflash.core.engine import Engine
 
@@ -38,7 +40,8 @@ def calibrate(
     """Measure verify and draft forwards by width and context depth, and keep the result for this machine.
 
     Loading measures the same in about a second; run this alone on a quiet machine for a better one. Then a few prompts
-    are answered, and the tokens per second that the curves predict for their rounds stand beside the measured ones.
+    are answered in three forms (plain, the draft's whole block every round, and by cost), and the tokens per second
+    that the curves predict for their rounds stand beside the measured ones.
     """
     if model.fixed:
         raise ConfigError("--fixed decides nothing by cost, so there is nothing to calibrate: drop it.")
@@ -74,29 +77,34 @@ def calibrate(
 
 
 def _compare(engine: Engine, verify: CostCurve, draft: CostCurve | None, limit: int) -> list[dict[str, Any]]:
-    """Predicted and measured tokens per second of the built-in prompts."""
+    """Predicted and measured tokens per second of the built-in prompts: plain decoding, the whole block every round,
+    and drafting as it was asked for."""
     from dflash.core.cost import CostTracker, predicted_seconds
     from dflash.core.memory import Memory
-    from dflash.types import Round, SamplingParams
+    from dflash.types import Drafting, Round, SamplingParams
 
     engine.memory = Memory(CostTracker(verify, draft))
+    forms = {"plain": None, "fixed": Drafting(fixed=True), engine.drafting.mode: engine.drafting}
     compared = []
     for prompt in questions(None, limit) if limit else []:
-        rounds: list[Round] = []
-        for event in engine.stream(prompt.opening(), SamplingParams(max_new_tokens=128)):
-            rounds.append(event.round)
-            stats = event.stats
-        if stats.num_rounds < 2:
-            continue
-        predicted = predicted_seconds(rounds[1:], stats.num_prompt_tokens, verify, draft)
-        num_tokens = sum(stats.acceptance_lengths)
-        compared.append(
-            {
-                "prompt": prompt.id,
-                "predicted_tokens_per_second": num_tokens / predicted,
-                "measured_tokens_per_second": stats.decode_tokens_per_second,
-            }
-        )
+        for form, drafting in forms.items():
+            rounds: list[Round] = []
+            params = SamplingParams(max_new_tokens=128)
+            for event in engine.stream(prompt.opening(), params, use_draft=drafting is not None, drafting=drafting):
+                rounds.append(event.round)
+                stats = event.stats
+            if stats.num_rounds < 2:
+                continue
+            every_round = drafting is not None and drafting.fixed
+            predicted = predicted_seconds(rounds[1:], stats.num_prompt_tokens, verify, draft, always_drafts=every_round)
+            compared.append(
+                {
+                    "prompt": prompt.id,
+                    "form": form,
+                    "predicted_tokens_per_second": sum(stats.acceptance_lengths) / predicted,
+                    "measured_tokens_per_second": stats.decode_tokens_per_second,
+                }
+            )
     return compared
 
 
@@ -114,10 +122,25 @@ def _print(verify: CostCurve, draft: CostCurve | None, compared: list[dict[str, 
     console.print(table)
     if draft is not None:
         console.print(f"a draft takes {1e3 * draft.at(1, 0):.2f} ms")
+    if compared:
+        console.print(_comparison(compared))
+
+
+def _comparison(compared: list[dict[str, Any]]) -> Table:
+    """A row per prompt and form; the last one is the prediction that was furthest off."""
+    from rich.table import Table
+
+    table = Table(title="tokens per second", title_justify="left")
+    for heading in ("prompt", "form", "predicted", "measured", "error"):
+        table.add_column(heading, justify="left" if heading in ("prompt", "form") else "right")
+    errors = []
     for one in compared:
         predicted, measured = one["predicted_tokens_per_second"], one["measured_tokens_per_second"]
-        error = predicted / measured - 1
-        console.print(f"{one['prompt']}: predicted {predicted:.1f}, measured {measured:.1f} tok/s ({error:+.0%})")
+        errors.append(predicted / measured - 1)
+        table.add_row(one["prompt"], one["form"], f"{predicted:.1f}", f"{measured:.1f}", f"{errors[-1]:+.0%}")
+    table.add_section()
+    table.add_row("furthest off", "", "", "", f"{max(errors, key=abs):+.0%}")
+    return table
 
 
 def _plot(path: Path, verify: CostCurve) -> None:

@@ -30,6 +30,7 @@ from dflash.core.cost import CostCurve, CostTracker
 from dflash.core.drafting import CopyDrafter, SharedDrafter
 from dflash.core.engine import SharedTarget, TargetSession
 from dflash.core.engine_info import EngineInfo
+from dflash.core.protocols import Drafter
 from dflash.types import Proposal
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -107,18 +108,30 @@ def measure(
         if drafter is not None and has_model:
             drafting = drafter.session()
             drafting.observe(prompt, verdict.features)
-            ask = as_asker(drafting)
-            times = [timed(lambda: ask(prompt[0], drafting.max_proposal, 2)) for _ in range(4)]
+            times = [timed(_draft_round(drafting, prompt[0], verdict.features)) for _ in range(4)]
             draft = CostCurve((1,), (len(prompt),), ((min(times[1:]),),))
         deep = exact and target.max_length > DEEP + rows[-1]
-        return _verification(session, rows, timed, deep=deep, seconds=seconds, clock=clock), draft
+        return _verification(session, rows, target.vocab_size, timed, deep=deep, seconds=seconds, clock=clock), draft
     finally:
         session.close()
+
+
+def _draft_round(drafting: Drafter, token: int, features: Any) -> Callable[[], object]:
+    """What a draft does in a round: take in the token of the round before, then guess."""
+    ask = as_asker(drafting)
+    row = None if features is None else features[:1]
+
+    def work() -> object:
+        drafting.observe([token], row)
+        return ask(token, drafting.max_proposal, 2)
+
+    return work
 
 
 def _verification(
     session: TargetSession,
     rows: list[int],
+    vocab_size: int,
     timed: Callable[[Callable[[], object]], float],
     *,
     deep: bool,
@@ -128,7 +141,9 @@ def _verification(
     depth = session.num_tokens
 
     def forward(width: int) -> Callable[[], object]:
-        return lambda: session.verify(1, Proposal((1,) * (width - 1))).logits[:, 0].tolist()
+        # Different tokens: of equal ones, all rows would choose the same experts.
+        tokens = tuple(index * 53 % vocab_size for index in range(1, width))
+        return lambda: session.verify(1, Proposal(tokens)).logits[:, 0].tolist()
 
     for width in rows:
         forward(width)()  # warm: packed weights, buffers, masks

@@ -223,13 +223,20 @@ class CostTracker:
 
 
 def predicted_seconds(
-    rounds: Sequence[Round], num_prompt_tokens: int, verify: CostCurve, draft: CostCurve | None = None
+    rounds: Sequence[Round],
+    num_prompt_tokens: int,
+    verify: CostCurve,
+    draft: CostCurve | None = None,
+    *,
+    always_drafts: bool = False,
 ) -> float:
-    """What the curves say that decoding rounds (the prefill left out) take: `Round` says what each of them fed."""
+    """What the curves say that decoding rounds (the prefill left out) take: `Round` says what each of them fed, and
+    whether the draft was asked, unless it is in every round that feeds something (`always_drafts`)."""
     depth, seconds = num_prompt_tokens, 0.0
     for step in rounds:
         seconds += verify.at(1 + step.num_proposed, depth)
-        if draft is not None and DRAFT_WORD in step.reason:
+        asked = step.num_proposed > 0 if always_drafts else DRAFT_WORD in step.reason
+        if draft is not None and asked:
             seconds += draft.at(1, depth)
         depth += len(step.tokens)
     return seconds

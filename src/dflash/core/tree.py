@@ -52,6 +52,19 @@ def walk(proposal: Proposal, choose: Callable[[int, int], int]) -> Acceptance:
     return Acceptance(tuple(path), token)
 
 
+def undecided(proposal: Proposal, acceptance: Acceptance, is_near_tie: Callable[[int], bool]) -> Acceptance:
+    """The acceptance without what rounding may have decided: it ends in front of the first row of a branch that is a
+    near-tie, whose token becomes the next anchor and is judged again in a row of its own.
+
+    A row whose ancestors are not its neighbours sees them at other places of the cache than a chain would, which may
+    change its last bits; a row that continues the first branch does not. `is_near_tie`: of a row of the path.
+    """
+    for step, row in enumerate(acceptance.path):
+        if row != step and is_near_tie(row):
+            return Acceptance(acceptance.path[:step], proposal.tokens[row - 1])
+    return acceptance
+
+
 def walk_drawn(
     proposal: Proposal,
     choose: Callable[[int, int], int],
