@@ -147,4 +147,7 @@ def check_tensors(config: DraftConfig, stored: Mapping[str, StoredTensor], *, so
     if missing or unexpected:
         parts = [f"lacks {missing[0]} (of {len(missing)})"] if missing else []
         parts += [f"has {unexpected[0]} (of {len(unexpected)}), which is not part of it"] if unexpected else []
-        raise CheckpointError(f"{source} {' and '.join(parts)}; config.json and weights do not belong together.")
+        raise CheckpointError(
+            f"{source} {' and '.join(parts)}; config.json and weights do not belong together, download or export the "
+            "draft again."
+        )
