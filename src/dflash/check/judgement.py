@@ -36,8 +36,8 @@ def _variants(figures: Figures) -> Iterator[Finding]:
             "the draft works better when its anchor slot is read the other way; state sample_from_anchor in its "
             "config.json accordingly",
         ),
-        EARLIER: ("taps", "the draft works better with every tap one layer earlier; correct target_layer_ids"),
-        LATER: ("taps", "the draft works better with every tap one layer later; correct target_layer_ids"),
+        EARLIER: ("taps", "the draft works better with every tap one layer earlier; correct its list of taps"),
+        LATER: ("taps", "the draft works better with every tap one layer later; correct its list of taps"),
     }
     for name, compared in figures.comparisons().items():
         if compared.is_better:
