@@ -135,6 +135,23 @@ def test_measured_costs_are_kept_and_damage_is_measured_anew(trained: Engine, tm
     write_costs(tmp_path / "plain" / "x", verify, draft)  # a cache that cannot be written is no error
 
 
+def test_slow_forwards_are_timed_once(trained: Engine) -> None:
+    """Fault: where a forward takes seconds, loading sweeps over all widths for minutes."""
+    readings = 0
+
+    def clock() -> float:
+        nonlocal readings
+        readings += 1
+        return 4.0 * readings  # whatever is timed takes four seconds
+
+    verify, draft = measure(trained.target, None, trained.device(), exact=True, max_rows=16, seconds=9.0, clock=clock)
+    assert draft is None
+    assert verify.rows == (1, 2, 4, 8, 16)
+    assert verify.depths == (64,)
+    assert verify.at(16, 64) == pytest.approx(4.0)
+    assert readings == 2 + 2 * len(verify.rows)
+
+
 def test_measuring_leaves_no_trace(trained: Engine) -> None:
     """Fault: the measurement's rows stay in a session or in the draft, and the next text starts from them."""
     before = trained.generate(PROMPTS[0], GREEDY).token_ids

@@ -39,6 +39,9 @@ SHALLOW, DEEP = 64, 2048
 QUICK_SECONDS = 1.2
 """Time after which a quick measurement starts no further sweep."""
 LEAST_SWEEPS = 2
+"""Sweeps that are made whatever they take, unless warming up already took longer than SLOW_SECONDS."""
+SLOW_SECONDS = 6.0
+"""Then the times of warming up are taken: noise of milliseconds does not matter among forwards of seconds."""
 
 Clock = Callable[[], float]
 Curves = tuple[CostCurve, CostCurve | None]
@@ -145,10 +148,13 @@ def _verification(
         tokens = tuple(index * 53 % vocab_size for index in range(1, width))
         return lambda: session.verify(1, Proposal(tokens)).logits[:, 0].tolist()
 
-    for width in rows:
-        forward(width)()  # warm: packed weights, buffers, masks
     started, sweeps = clock(), 0
-    times: dict[tuple[int, int], list[float]] = {(depth, width): [] for width in rows}
+    # The first forwards pack weights and make buffers and masks.
+    times: dict[tuple[int, int], list[float]] = {(depth, width): [timed(forward(width))] for width in rows}
+    if clock() - started > SLOW_SECONDS:
+        return CostCurve.fit(times)
+    times = {place: [] for place in times}
+    started = clock()
     while sweeps < LEAST_SWEEPS or clock() - started < seconds:
         for width in rows:
             times[depth, width].append(timed(forward(width)))
