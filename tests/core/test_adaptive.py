@@ -195,7 +195,7 @@ def test_a_useless_draft_costs_next_to_nothing_and_is_tried_again() -> None:
     drafter = AdaptiveDrafter(draft, Memory(), max_rows=16, clock=machine)  # nothing measured
     seconds = seconds_per_token(machine, text, drafter.propose, drafter.observe)
     assert seconds < 1.03
-    assert 8 <= draft.num_asked <= 24
+    assert 8 <= draft.num_asked <= 32
 
 
 def test_costs_at_depth_narrow_the_width() -> None:

@@ -90,9 +90,9 @@ def test_what_was_learned_makes_the_next_answers_cheaper(curve: str) -> None:
     cost = CURVES[curve]
     measured = CostCurve.fit({(0, rows): [cost(rows)] for rows in (1, 2, 4, 8, 16)})
     memory = Memory(CostTracker(measured, CostCurve((1,), (0,), ((0.15,),))))
-    ratios = [slowdown(cost, 0.5, 0.15, FRESH, memory=memory) for _ in range(6)]
+    ratios = [slowdown(cost, 0.5, 0.15, FRESH, memory=memory) for _ in range(7)]
     assert max(ratios) <= 1.03
-    assert np.mean(ratios[2:]) <= 1.006
+    assert np.mean(ratios[3:]) <= 1.006
 
 
 def test_a_draft_that_turns_bad_costs_what_it_had_gained_at_most() -> None:

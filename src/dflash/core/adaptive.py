@@ -9,7 +9,9 @@ C is the measured cost of a forward by its rows (`core/cost.py`), and the price 
 second brings on average, times a margin of caution. For equal rounds that maximises tokens per second, as the ratio
 rule of arXiv:2606.01813 does; where rounds differ it spends time where it brings most. N may be 0, a plain step. The
 draft is asked when what it has lately added, in tokens, exceeds the price of its forward; while it rests it is tried
-again at growing intervals.
+again at intervals that grow with what a try is expected to lose.
+
+And a round may not lose more than the request's ledger allows (`core/ledger.py`).
 
 Nothing here can change a text. All guesses are point masses fixed before the target's draw, and how many of them are
 fed is a function of the history, so any choice is lossless at any temperature, and in the bit-exact width class it
@@ -205,7 +207,7 @@ class AdaptiveDrafter:
             guesses = Guesses(self._survival, index=index, tail=tail, table=table, branching=self._num_candidates)
             both = self._plan(guesses, budget, price, spent=self._costs.draft(depth))
             line = self._costs.line(depth, self._max_rows)
-            self._count_gain(plan, both.value - _reconsidered(plan, guesses, line, price), price)
+            self._lessons.add_gain(_copy_class(plan), both.value - _reconsidered(plan, guesses, line, price))
             plan = both
         if plan.nodes:
             self._open.append(_Open(depth + 1, 0, plan.nodes))
@@ -224,20 +226,17 @@ class AdaptiveDrafter:
             return None
         depth, costs, kind = len(self._index.tokens), self._costs, _copy_class(copied)
         seconds = costs.draft(depth)
-        wanted = self._lessons.rests[kind].asks(self._lessons.expected_gain(kind), price * seconds)
+        rest = self._lessons.rests[kind]
+        wanted = rest.asks(self._lessons.expected_gain(kind), price * seconds)
         if not wanted or seconds > self._ledger.limit * costs.verify(1, depth):
             return None
+        rest.asked()
         started = self._clock()
         count = self._num_candidates if self._drawing is None else max(self._num_candidates, NUM_DRAWN)
         table = self._ask(anchor, budget, count)
         costs.saw_draft(depth, self._clock() - started)
         self._drafted = (depth + 1, [candidates[0] for candidates in table.ids])
         return table
-
-    def _count_gain(self, copied: _Plan, gain: float, price: float) -> None:
-        kind = _copy_class(copied)
-        self._lessons.add_gain(kind, gain)
-        self._lessons.rests[kind].tried(gain, price * self._costs.draft(len(self._index.tokens)))
 
     def _proposal(self, plan: _Plan, depth: int, table: CandidateTable | None, drawn: DrawnPlan | None) -> Proposal:
         """Feed the plan, or a chain that is drawn from the draft in its place."""

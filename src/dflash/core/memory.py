@@ -22,8 +22,8 @@ TRIALS = 8
 """Drafts before their use is judged."""
 POOLED_WEIGHT = 4
 """Drafts of its own class that the mean over all classes weighs as much as."""
-FIRST_REST, LONGEST_REST = 8, 128
-"""Rounds until a resting draft is tried again; doubled at each trial that fails, `FIRST_REST` after one that pays."""
+PROBING = 0.003
+"""Tokens per round that trying a resting draft may lose on average."""
 HYSTERESIS = 0.1
 """Share by which the draft's gain must leave its price before the decision changes."""
 SLOW = 1 / 16
@@ -51,27 +51,23 @@ class Average:
 
 @dataclass(slots=True)
 class Rest:
-    """Whether the draft is asked in one class of rounds, with hysteresis, and when it is tried again if not."""
+    """Whether the draft is asked in one class of rounds, with hysteresis, and when it is tried again if not: the less a
+    try is expected to lose, the sooner."""
 
     asking: bool = True
     waited: int = 0
-    until: int = FIRST_REST
 
     def asks(self, gain: float | None, needed: float) -> bool:
         """`gain`: tokens that asking will add, if known; `needed`: tokens that its time would bring otherwise."""
-        if gain is not None:
-            self.asking = gain > needed * (1 - HYSTERESIS if self.asking else 1 + HYSTERESIS)
-        if self.asking:
-            self.waited, self.until = 0, FIRST_REST
+        if gain is None:
             return True
-        self.waited += 1
-        return self.waited >= self.until
+        self.asking = gain > needed * (1 - HYSTERESIS if self.asking else 1 + HYSTERESIS)
+        self.waited = 0 if self.asking else self.waited + 1
+        return self.asking or self.waited * PROBING >= needed - gain
 
-    def tried(self, gain: float, needed: float) -> None:
-        """The draft was asked and added `gain` tokens."""
-        if not self.asking:
-            self.waited = 0
-            self.until = FIRST_REST if gain > needed else min(2 * self.until, LONGEST_REST)
+    def asked(self) -> None:
+        """The draft was asked."""
+        self.waited = 0
 
 
 class Lessons:
