@@ -15,7 +15,8 @@ And a round may not lose more than the request's ledger allows (`core/ledger.py`
 
 Nothing here can change a text. All guesses are point masses fixed before the target's draw, and how many of them are
 fed is a function of the history, so any choice is lossless at any temperature, and in the bit-exact width class it
-changes no bit. Wrong costs or estimates only make decoding slower.
+changes no bit; in mode "fast" guesses may also be drawn, which keeps the target's distribution (`core/sampled.py`).
+Wrong costs or estimates only make decoding slower.
 """
 
 from __future__ import annotations
