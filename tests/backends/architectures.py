@@ -282,8 +282,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "MiniMax-Text-01": Architecture(
             "MiniMaxConfig",
             "MiniMaxForCausalLM",
-            {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "num_experts_per_tok": 2},
-            refused="MiniMaxCache of its own",
+            {
+                "num_hidden_layers": 3,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "block_size": 8,
+            },
         ),
         "Qwen4-exp": Architecture(
             "Qwen4ExpTextConfig",

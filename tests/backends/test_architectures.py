@@ -6,9 +6,14 @@ page docs/architectures.md lists the same rows.
 
 from __future__ import annotations
 
-import pytest
-from transformers import PreTrainedModel
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from dflash.backends.torch import compat
 from dflash.backends.torch.target import TorchTarget
 from dflash.errors import UnsupportedModel
 from scripts.write_architectures import BEGIN, END, PAGE
@@ -65,6 +70,35 @@ def test_what_cannot_be_rolled_back_is_refused_at_load(family: str) -> None:
     assert reason is not None
     with pytest.raises(UnsupportedModel, match=reason):
         TorchTarget(model_of(family))
+
+
+class StrangeCache(DynamicCache):
+    """A cache class that some model might insist on."""
+
+
+class StrangeDecoder(torch.nn.Module):
+    """A decoder that does."""
+
+    def forward(self, input_ids: torch.Tensor, cache: StrangeCache | None = None) -> torch.Tensor:
+        return input_ids
+
+
+def test_caches_of_their_own_are_stood_in_for_where_their_kind_is_known() -> None:
+    """Fault: a model that insists on its own cache class gets another one and fails in the middle of a forward, or one
+    that nobody can roll back."""
+    own = compat.own_cache(model_of("MiniMax-Text-01"))
+    assert own is not None
+    assert own.__name__ == "MiniMaxCache"
+    assert compat.own_cache(model_of("Llama")) is None
+    target = TorchTarget(model_of("MiniMax-Text-01"))
+    session = target.session()
+    assert isinstance(session._cache, own)
+    session.prefill(PROMPT)
+    session.close()
+    target.close()
+    strange: Any = SimpleNamespace(get_decoder=StrangeDecoder)
+    with pytest.raises(UnsupportedModel, match="StrangeCache of its own"):
+        compat.own_cache(strange)
 
 
 @pytest.mark.parametrize("family", UNTAPPED)

@@ -14,7 +14,7 @@ from dflash.types import Proposal
 from tests.backends.architectures import ARCHITECTURES, model_of, tokens
 from tests.backends.matrix import PROMPT, bare_logits, feed
 
-RECURRENT = ["Qwen3-Next", "Qwen3.5", "Kimi-Linear", "Granite 4"]
+RECURRENT = ["Qwen3-Next", "Qwen3.5", "Kimi-Linear", "Granite 4", "MiniMax-Text-01"]
 BLOCK = tokens(6, seed=3)
 NEXT = tokens(2, seed=4)
 

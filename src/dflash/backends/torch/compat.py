@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +44,9 @@ __all__ = [
     "LinearAttentionCacheLayerMixin",
     "auto_class",
     "cache_argument",
-    "check_cache",
     "check_transformers",
     "layer_specs",
+    "own_cache",
     "text_config",
     "use_grouped_attention",
 ]
@@ -99,21 +100,27 @@ def auto_class(config: PreTrainedConfig) -> Any:
 _COMMON_CACHES = frozenset({"Cache", "DynamicCache"})
 
 
-def check_cache(model: PreTrainedModel) -> None:
-    """Refuse a model that accepts nothing but a cache class of its own (MiniMax-Text-01).
+def own_cache(model: PreTrainedModel) -> type[DynamicCache] | None:
+    """The cache class that `model` insists on, where it is one of its own and we can stand in for it: it keeps one
+    recurrent state per layer beside the common layers (MiniMax-Text-01). None: the common cache will do.
 
     Raises:
-        UnsupportedModel: names the class.
+        UnsupportedModel: the model accepts nothing but a cache class of its own of another kind; names it.
     """
     decoder: Any = model.get_decoder()
     parameters = inspect.signature(decoder.forward).parameters
     annotations = [str(parameters[name].annotation) for name in ("cache", "past_key_values") if name in parameters]
     own = set(re.findall(r"\w*Cache\b", " ".join(annotations))) - _COMMON_CACHES
-    if own:
-        raise UnsupportedModel(
-            f"{type(model).__name__} keeps its state in a {own.pop()} of its own, which this version cannot roll back "
-            "losslessly; use a target whose state Transformers keeps in its common cache."
-        )
+    if not own:
+        return None
+    name = own.pop()
+    found = getattr(sys.modules[type(decoder).__module__], name, None)
+    if isinstance(found, type) and issubclass(found, DynamicCache) and hasattr(found, "set_linear_cache"):
+        return found
+    raise UnsupportedModel(
+        f"{type(model).__name__} keeps its state in a {name} of its own, which this version cannot roll back "
+        "losslessly; use a target whose state Transformers keeps in its common cache."
+    )
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:

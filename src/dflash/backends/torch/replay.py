@@ -12,6 +12,7 @@ recorded belongs to one forward of one thread.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ from dflash.backends.torch.compat import LayerSpec
 from dflash.backends.torch.state import SessionCache
 from dflash.backends.torch.states.recurrent import RecurrentState
 
-_Forward = Callable[..., torch.Tensor]
+_Forward = Callable[..., Any]
+"""Returns a tensor, or a tuple with one in front."""
 
 
 @dataclass
@@ -123,18 +125,20 @@ class Replay:
         """A recurrent module that records its arguments."""
         local = self._local
 
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             running: Record | None = getattr(local, "record", None)
             if running is None:
                 return original(*args, **kwargs)
             running.inputs[layer] = (args, kwargs)
             before = set(running.outputs)
-            block = original(*args, **kwargs)
+            returned: Any = original(*args, **kwargs)
+            block = returned[0] if isinstance(returned, tuple) else returned  # some modules return their state as well
             outputs = {module: rows for module, rows in running.outputs.items() if module not in before}
             last = next((module for module, rows in outputs.items() if rows[-1] is block), None)
             if not local.rows_alone or last is None or block.shape[1] == 1:
-                return block
-            return self._row_by_row(layer, original, (args, kwargs), outputs, last)
+                return returned
+            block = self._row_by_row(layer, original, (args, kwargs), outputs, last)
+            return (block, *returned[1:]) if isinstance(returned, tuple) else block
 
         return forward
 
@@ -181,15 +185,19 @@ def _of_rows(values: Any, first: int, end: int) -> Any:
 
 
 def _recurrent_modules(model: nn.Module, specs: Sequence[LayerSpec]) -> dict[int, nn.Module]:
-    """Layer -> the module that holds its recurrence: the innermost one with the layer's number and a convolution."""
-    found: dict[int, nn.Module] = {}
+    """Layer -> the module that holds its recurrence: the innermost one with the layer's number and a convolution, or
+    where no module of the layer convolves, the innermost one that is given the cache."""
+    convolving: dict[int, nn.Module] = {}
+    cached: dict[int, nn.Module] = {}
     for module in model.modules():  # outer modules come first
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or not 0 <= layer < len(specs) or not specs[layer].is_recurrent:
             continue
         if any(isinstance(child, nn.Conv1d) for child in module.modules()):
-            found[layer] = module
-    return found
+            convolving[layer] = module
+        elif {"cache", "past_key_values"} & set(inspect.signature(module.forward).parameters):
+            cached[layer] = module
+    return cached | convolving
 
 
 def _is_projection(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from dflash.backends.torch.states import KINDS
 from dflash.backends.torch.states.base import BUCKET, LayerState, Span, is_prefix
 from dflash.errors import UnsupportedModel
 
-__all__ = ["BUCKET", "SessionCache", "check_states"]
+__all__ = ["BUCKET", "SessionCache", "check_states", "session_cache"]
 
 GROWTH = 1.5
 """Factor by which storage grows at least, so that copying it stays cheap in long texts."""
@@ -36,7 +36,7 @@ class SessionCache(Cache):
         """
         self.span = Span(bucket)
         layers: Any = [KINDS[spec.state](self.span, spec) for spec in specs]
-        super().__init__(layers=layers)
+        Cache.__init__(self, layers=layers)  # not that of a class we stand in for (`session_cache`)
 
     @property
     def num_tokens(self) -> int:
@@ -144,3 +144,28 @@ def check_states(specs: Sequence[LayerSpec], model_name: str) -> None:
                 f"layer {layer} of {model_name} keeps its state in a {spec.state}, which this version cannot roll "
                 f"back losslessly; use a target whose layers keep one of {', '.join(KINDS)}."
             )
+
+
+class _LinearStates:
+    """What a model asks of a cache of its own that keeps one recurrent state per layer: our layers answer."""
+
+    layers: list[Any]
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """The state [B, heads, ...] that the running forward starts from; None before the first token."""
+        state: torch.Tensor | None = self.layers[layer_idx].recurrent_states.get(0)
+        return state
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        """The state after the last row of the running forward."""
+        self.layers[layer_idx].update_recurrent_state(linear_cache)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def session_cache(own: type[Cache] | None) -> type[SessionCache]:
+    """The class of a model's session caches: `SessionCache`, or one that passes for the model's own cache class."""
+    if own is None:
+        return SessionCache
+    return type(f"Session{own.__name__}", (_LinearStates, SessionCache, own), {})

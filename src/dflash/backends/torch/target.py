@@ -23,7 +23,7 @@ from dflash.backends.torch import compat
 from dflash.backends.torch.masks import ModelMask, SessionMasks, row_positions
 from dflash.backends.torch.packing import KernelChoice, kernel_choice
 from dflash.backends.torch.replay import Record, Replay
-from dflash.backends.torch.state import SessionCache, check_states
+from dflash.backends.torch.state import check_states, session_cache
 from dflash.backends.torch.states import KINDS
 from dflash.backends.torch.taps import TapRecorder, concatenate, tapped_layers
 from dflash.core.pair import check_prompt, check_taps
@@ -79,7 +79,7 @@ class TorchTarget:
         config = compat.text_config(model)
         self.model = model
         self.cache_argument = compat.cache_argument(model)
-        compat.check_cache(model)
+        self.cache_class = session_cache(compat.own_cache(model))
         self.layer_specs = tuple(compat.layer_specs(config))
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
@@ -184,7 +184,7 @@ class TorchTargetSession:
         self._exact = exact
         self._features = features and bool(target.taps)
         self._least_width = target.exact_width if exact else 1
-        self._cache = SessionCache(target.layer_specs)
+        self._cache = target.cache_class(target.layer_specs)
         self._masks = SessionMasks(target.layer_specs, target.device, target.dtype)
         self._fed: list[int] = []  # tokens that the last verify fed and nobody has committed yet
         self._record: Record | None = None  # of the last verify, where recurrent layers may have to run again
