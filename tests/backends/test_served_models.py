@@ -17,10 +17,12 @@ from accelerate.hooks import (  # type: ignore[import-untyped]
 from transformers import AutoConfig, PreTrainedModel
 
 from dflash.backends.torch import compat
-from dflash.backends.torch.loading import load_target
+from dflash.backends.torch.drafters.dflash import DFlashDrafter
+from dflash.backends.torch.loading import SPREADS, choose_device, load_target
 from dflash.backends.torch.target import TorchTarget
+from dflash.errors import ConfigError
 from dflash.resolve import Source
-from tests.backends.architectures import ARCHITECTURES, base_values
+from tests.backends.architectures import ARCHITECTURES, VOCAB_SIZE, base_values
 from tests.backends.matrix import (
     BLOCK,
     PROMPT,
@@ -32,7 +34,7 @@ from tests.backends.matrix import (
     feed,
     rollback_error,
 )
-from tests.backends.tiny_pair import save_target
+from tests.backends.tiny_pair import draft_config, random_draft, save_target
 
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
 _ONE_LAYER = {**_VISION, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -178,4 +180,70 @@ def test_layers_behind_hooks_that_move_tensors(family: str) -> None:
         assert again.num_tokens == len(PROMPT) + kept
     assert rollback_error(target, 2, exact=False) < TOLERANCE
     target.close()
+    remove_hook_from_module(model, recurse=True)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_target_is_spread_over_the_gpus(spread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: the choice does not reach Transformers, the spread model is moved to one device afterwards, or a part that
+    is left on the CPU is found out in the middle of a forward."""
+    save_target(tmp_path)
+    asked: list[Any] = []
+    places: dict[str, Any] = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
+    original: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
+
+    def spy(folder: Path, **options: Any) -> Any:
+        asked.append(options.pop("device_map"))
+        model, info = original(folder, **options)
+        monkeypatch.setattr(type(model), "to", None)  # moving it would raise
+        model.hf_device_map = places
+        return model, info
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", spy)
+    source, place = Source(name="spread", path=tmp_path), torch.device("cpu")
+    load_target(source, dtype=torch.float32, device=place, spread=spread)
+    assert asked == [spread]
+    places["lm_head"] = "cpu"
+    with pytest.raises(ConfigError, match=r"1 of its 4 parts are left over, first lm_head"):
+        load_target(source, dtype=torch.float32, device=place, spread=spread)
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_what_spreads_needs_gpus(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: an option without effect, or a device of that name looked for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    if available:
+        assert choose_device("balanced") == torch.device("cuda", 0)
+    else:
+        with pytest.raises(ConfigError, match=r"'balanced' spreads the target .* there is none"):
+            choose_device("balanced")
+
+
+def test_a_draft_reads_a_head_on_another_device() -> None:
+    """Fault: block states on the embedding's device meet a head on the last layer's. Without a GPU both are the CPU,
+    and only that nothing changes is seen."""
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    model = ARCHITECTURES["Llama"].build()
+    draft = random_draft(
+        draft_config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=model.config.hidden_size,
+            mask_token_id=3,
+            target_layer_ids=(0,),
+            num_target_layers=None,
+        )
+    ).eval()
+    proposals = []
+    for spread in (False, True):
+        if spread:
+            hook = AlignDevicesHook(place, io_same_device=True, place_submodules=True)
+            add_hook_to_module(model.get_output_embeddings(), hook)
+        target = TorchTarget(model, taps=(0,))
+        drafter = DFlashDrafter(draft, target)
+        session = drafter.session()
+        session.observe(PROMPT, target.session().prefill(PROMPT).features)
+        proposals.append(tuple(session.propose(5, 4).tokens))
+        assert drafter.head_KH.device == target.device
+        target.close()
+    assert proposals[0] == proposals[1]
     remove_hook_from_module(model, recurse=True)

@@ -50,7 +50,10 @@ DtypeOption = Annotated[
 DeviceOption = Annotated[
     str | None,
     model_option(
-        "--device", metavar="NAME", help="cpu, cuda, cuda:1, mps ... (default: an NVIDIA GPU if there is one)."
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda, cuda:1, mps ...; balanced or sequential = the target spread over all NVIDIA GPUs (default: an "
+        "NVIDIA GPU if there is one).",
     ),
 ]
 ThreadsOption = Annotated[int | None, model_option("--threads", metavar="N", help="CPU threads (default: see README).")]

@@ -24,7 +24,14 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from dflash.backends.torch.loading import LoadedTarget, choose_device, choose_dtype, load_target, set_threads
+from dflash.backends.torch.loading import (
+    LoadedTarget,
+    choose_device,
+    choose_dtype,
+    load_target,
+    set_threads,
+    spread_of,
+)
 from dflash.cache import file_sha256
 from dflash.errors import ConfigError, DataError
 from dflash.prepare.answers import (
@@ -350,4 +357,4 @@ def _load(target: str, dtype: str | None, device: str | None) -> LoadedTarget:
     """The default loader: any name, hub id, folder or GGUF file, as in `dflash.load`."""
     place = choose_device(device)
     set_threads(None)
-    return load_target(resolve_target(target), dtype=choose_dtype(dtype, place), device=place)
+    return load_target(resolve_target(target), dtype=choose_dtype(dtype, place), device=place, spread=spread_of(device))

@@ -30,6 +30,7 @@ from dflash.backends.torch.loading import (
     end_of_sequence_ids,
     load_target,
     set_threads,
+    spread_of,
 )
 from dflash.backends.torch.packing import pack_linears
 from dflash.backends.torch.plain_form import packed_steps_are_faster
@@ -79,7 +80,8 @@ def load(
         draft: the same; "auto" = the draft shipped for this target, "ngram" = copies of earlier text only, without a
             model, None = plain decoding only. A language model with the target's tokenizer drafts, too.
         dtype: "float32", "bfloat16" or "float16"; None = bfloat16 where the device computes in it, else float32.
-        device: "cpu", "cuda", "cuda:1" ...; None = a CUDA device if there is one.
+        device: "cpu", "cuda", "cuda:1" ...; "balanced" or "sequential" = the target's layers spread over all GPUs;
+            None = a CUDA device if there is one.
         num_threads: CPU threads of PyTorch, process-wide; None = the physical cores this process may use, but not
             more than PyTorch is already limited to (OMP_NUM_THREADS).
         exact: probe for the width class in which plain and speculative decoding give the same bits, and decode in it.
@@ -114,6 +116,7 @@ def load(
         target_source,
         dtype=chosen_dtype,
         device=chosen_device,
+        spread=spread_of(device),
         trust_remote_code=trust_remote_code,
         progress=report,
     )

@@ -32,6 +32,8 @@ from dflash.resolve import Progress, Source, resolve_target
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SPREADS = ("balanced", "balanced_low_0", "sequential")
+"""Names in place of a device: Transformers' ways to spread a target's layers over all GPUs (its `device_map`)."""
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "auto": None}
 _BF16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 """x86 and ARM names of bf16 units in /proc/cpuinfo. Without them bf16 is emulated and several times slower."""
@@ -47,7 +49,15 @@ class LoadedTarget:
 
 
 def choose_device(device: str | None) -> torch.device:
-    """None: the first CUDA device if there is one, else the CPU. Raises ConfigError for a device that is not there."""
+    """None: the first CUDA device if there is one, else the CPU; of a spread target (`SPREADS`) the first CUDA device,
+    where features, masks and the draft are. Raises ConfigError for a device that is not there."""
+    if device in SPREADS:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device '{device}' spreads the target over the NVIDIA GPUs of this machine, and there is none; use "
+                "'cpu', or leave it out."
+            )
+        return torch.device("cuda", 0)
     if device is None or device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -55,12 +65,17 @@ def choose_device(device: str | None) -> torch.device:
         torch.empty(1, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # builds without CUDA assert
         raise ConfigError(
-            f"device '{device}' is not usable here ({_first_line(error)}); use 'cpu', 'cuda', 'cuda:1' or 'mps', "
-            "or leave it out."
+            f"device '{device}' is not usable here ({_first_line(error)}); use 'cpu', 'cuda', 'cuda:1', 'mps' or, "
+            f"to spread a target over several GPUs, one of {', '.join(SPREADS)}; or leave it out."
         ) from error
     if chosen.type == "meta":
         raise ConfigError("device 'meta' holds no numbers; use 'cpu' or 'cuda'.")
     return chosen
+
+
+def spread_of(device: str | None) -> str | None:
+    """The way to spread a target that a choice of device names; None = it names one device."""
+    return device if device in SPREADS else None
 
 
 def choose_dtype(dtype: str | None, device: torch.device, *, cpu_flags: frozenset[str] | None = None) -> torch.dtype:
@@ -138,6 +153,7 @@ def open_target(
         source,
         dtype=choose_dtype(dtype, place),
         device=place,
+        spread=spread_of(device),
         trust_remote_code=trust_remote_code,
         progress=progress,
     )
@@ -148,13 +164,14 @@ def load_target(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    spread: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     role: str = "target",
 ) -> LoadedTarget:
     """Load a target's weights and tokenizer (a GGUF file by way of its converted copy).
 
-    `role` is for messages: what the model is to the user.
+    `spread`: one of SPREADS, over all GPUs instead of `device`. `role` is for messages: what the model is to the user.
 
     Raises CheckpointError for damaged or incomplete weights, UnsupportedModel for what is no causal language
     model, ModelError for what cannot be read, ConfigError for what does not fit into memory.
@@ -177,7 +194,7 @@ def load_target(
             folder,
             config=config,
             dtype=dtype,
-            device_map={"": device} if quantised else None,
+            device_map=spread or ({"": device} if quantised else None),
             use_safetensors=True,
             output_loading_info=True,
             **options,
@@ -193,8 +210,21 @@ def load_target(
     if info["unexpected_keys"]:
         logger.info("'%s': %d tensors are not used by this model class", source.name, len(info["unexpected_keys"]))
     with fits_memory(what, dtype, device):
-        model = model if quantised else model.to(device)
+        model = model if quantised or spread else model.to(device)
+    _check_places(model, what)
     return LoadedTarget(model.eval(), tokenizer, folder)
+
+
+def _check_places(model: PreTrainedModel, what: str) -> None:
+    """Raise ConfigError for a spread model of which a part would be fetched from the CPU or the disk in every forward:
+    such weights are not there to be read, and no draft pays for that."""
+    places: dict[str, object] = getattr(model, "hf_device_map", None) or {}
+    outside = [name for name, place in places.items() if str(place) in ("cpu", "disk")]
+    if outside and len(set(map(str, places.values()))) > 1:
+        raise ConfigError(
+            f"{what} does not fit into the memory of the GPUs ({len(outside)} of its {len(places)} parts are left "
+            f"over, first {outside[0]}); use a smaller or quantised model, dtype bfloat16, or device cpu."
+        )
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from dflash.backends.torch.loading import (
     end_of_sequence_ids,
     load_target,
     set_threads,
+    spread_of,
 )
 from dflash.bench.memory import ProcessMemory
 from dflash.bench.protocol import (
@@ -64,6 +65,8 @@ def open_backend(options: BackendOptions, progress: Progress) -> TransformersBac
     options.refuse_others("transformers", *_KNOWN)
     if options.target is None:
         raise ConfigError("--backend transformers needs a target: name one with --target.")
+    if spread_of(options.device) is not None:
+        raise ConfigError(f"--backend transformers runs on one device here, not on '{options.device}': name one.")
     draft_classes()  # before anything is loaded
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)

@@ -50,8 +50,10 @@ class BlockDrafter:
             ids = torch.tensor(network.vocabulary, device=target.device)
             self.rows_K = torch.tensor(kept, device=target.device)
             self.token_ids_K = ids[self.rows_K]
-            head = head[self.token_ids_K if head.shape[0] == config.vocab_size else self.rows_K]
-        self.head_KH = head.to(dtype)
+            rows = self.token_ids_K if head.shape[0] == config.vocab_size else self.rows_K
+            head = head[rows.to(head.device)]
+        # A target that is spread over several devices may keep its head on another one than its embedding.
+        self.head_KH = head.to(device=target.device, dtype=dtype)
 
     def session(self) -> BlockSession:
         """A fresh drafter for one request."""
@@ -69,7 +71,8 @@ def own_or_target(own: nn.Module | None, theirs_VH: Tensor) -> Tensor:
         return theirs_VH
     weight = own.weight
     assert isinstance(weight, Tensor)
-    if weight.shape == theirs_VH.shape and weight.dtype == theirs_VH.dtype and torch.equal(weight, theirs_VH):
+    alike = (weight.shape, weight.dtype, weight.device) == (theirs_VH.shape, theirs_VH.dtype, theirs_VH.device)
+    if alike and torch.equal(weight, theirs_VH):
         own.weight = nn.Parameter(theirs_VH.detach(), requires_grad=False)
         return theirs_VH
     return weight

@@ -37,7 +37,7 @@ class Eagle3Drafter:
         self.network = network
         dtype = network.fc.weight.dtype
         self.embed_VH = own_or_target(network.embed_tokens, target.embed_weight).to(dtype)
-        self.head_KH = own_or_target(network.lm_head, target.head_weight).to(dtype)
+        self.head_KH = own_or_target(network.lm_head, target.head_weight).to(device=target.device, dtype=dtype)
         self.token_ids_K: Tensor | None = None
         """Target id of each scored row; None = row j is id j."""
         if network.vocabulary is not None:
