@@ -92,3 +92,14 @@ def test_draft_time_follows_its_median() -> None:
         tracker.saw_draft(0, seconds)
     assert tracker.draft(0) == pytest.approx(0.4)
     assert CostTracker().draft(0) == pytest.approx(0.25)
+
+
+def test_a_slower_machine_makes_drafts_no_dearer_than_steps() -> None:
+    """Fault: drafts are known by their latest times and steps by an old measurement, so that on a machine that other
+    programs keep busy a draft seems to cost three times as much, and is no longer asked."""
+    tracker = CostTracker(CostCurve((1, 8), (0,), ((1.0, 1.7),)), CostCurve((1,), (0,), ((0.2,),)))
+    for number in range(40):
+        tracker.saw_draft(10, 0.6)
+        tracker.saw_verify(1 + number % 4, 10, 3 * (1 + 0.1 * (number % 4)))
+        if number >= 3:
+            assert tracker.draft(10) / tracker.verify(1, 10) == pytest.approx(0.2, rel=0.05)

@@ -152,6 +152,7 @@ class CostTracker:
         self._draft = draft
         self._recent: dict[int, deque[float]] = {}  # rows -> observed / curve
         self._recent_draft: deque[float] = deque(maxlen=RECENT)
+        self._pace: deque[float] = deque(maxlen=RECENT)  # observed / corrected curve, since it was corrected last
         self._num_seen = 0
         self._lines: dict[tuple[int, int], list[float]] = {}
         self._correction = CostCurve((1,), (0,), ((1.0,),))  # factor by rows
@@ -180,11 +181,12 @@ class CostTracker:
         return line
 
     def draft(self, depth: int) -> float:
-        """Seconds of a draft forward; a quarter of a plain step while nothing is known."""
+        """Seconds of a draft forward, on the scale of `verify`; a quarter of a plain step while nothing is known."""
         base = self.verify(1, depth) / 4 if self._draft is None else self._draft.at(1, depth)
         if len(self._recent_draft) < 3:
             return base
-        return median(self._recent_draft)
+        # A machine that is slower than when the curve was measured is so for both: only their ratio decides.
+        return median(self._recent_draft) / (median(self._pace) if len(self._pace) >= 3 else 1.0)
 
     def saw_verify(self, rows: int, depth: int, seconds: float) -> None:
         """A round of `rows` rows took `seconds` from the proposal to its last row being kept."""
@@ -195,6 +197,7 @@ class CostTracker:
         if rows not in self._recent:
             self._recent[rows] = deque(maxlen=RECENT)
         self._recent[rows].append(seconds / max(self._verify.at(rows, depth), LEAST_SECONDS))
+        self._pace.append(seconds / self.verify(rows, depth))
         self._num_seen += 1
         if self._num_seen % REFIT_EVERY == 0:
             self._refit()
@@ -218,6 +221,7 @@ class CostTracker:
         fitted = convex_fit(points, [time * factor for time, factor in zip(base, factors, strict=True)], weights)
         ratios = tuple(float(time) / value for time, value in zip(fitted, base, strict=True))
         self._lines.clear()
+        self._pace.clear()
         # Beyond the last point the factor stays: a slope of ratios has no meaning there.
         self._correction = CostCurve((*points, points[-1] + 1), (0,), ((*ratios, ratios[-1]),))
 
