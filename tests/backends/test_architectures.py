@@ -23,6 +23,7 @@ from tests.backends.matrix import (
     PROMPT,
     TOLERANCE,
     UNTAPPED,
+    bare_layer_outputs,
     bare_logits,
     chunks_agree,
     error,
@@ -56,6 +57,21 @@ def test_rollback_oracle(model: PreTrainedModel) -> None:
 def test_greedy_text_is_that_of_the_bare_model(model: PreTrainedModel) -> None:
     """Fault: the text depends on the drafter. 64 tokens, eight windows deep."""
     assert same_text(model) == dict.fromkeys(("plain", *DRAFTERS), True)
+
+
+def test_every_layer_can_be_tapped(family: str) -> None:
+    """Fault: a layer that runs for the last row only in a prefill (Gemma 4's, which share keys and values): its one row
+    stood for all of them, and a draft read noise."""
+    model = model_of(family)
+    for layer in range(model.config.get_text_config().num_hidden_layers):
+        target = TorchTarget(model, taps=(layer,))
+        if family in UNTAPPED:
+            with pytest.raises(UnsupportedModel):
+                target.session().prefill(PROMPT)
+        else:
+            features = target.session().prefill(PROMPT).features
+            assert error(features, bare_layer_outputs(model, (layer,))) < TOLERANCE
+        target.close()
 
 
 def test_prefill_in_chunks(family: str) -> None:

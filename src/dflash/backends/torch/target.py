@@ -246,9 +246,11 @@ class TorchTargetSession:
             chunk = ids[:, start : start + target.prefill_chunk]
             cache.begin(chunk.shape[1], buckets=False)
             # Without a mask Transformers makes its own, and the first chunk runs the kernel for causal attention.
-            logits, rows = self._forward(chunk, None, logits_to_keep=1)
+            logits, rows = self._forward(chunk, None, logits_to_keep=self._last_row(chunk.shape[1]))
             if features is not None:
-                features[start : start + chunk.shape[1]] = concatenate(rows, target.device)
+                taken = concatenate(rows, target.device)
+                assert len(taken) == chunk.shape[1], "a tapped layer ran for a part of the rows"
+                features[start : start + chunk.shape[1]] = taken
             cache.commit(range(chunk.shape[1]))
         assert logits is not None
         self._fed = []
@@ -281,6 +283,11 @@ class TorchTargetSession:
             self._run_again(len(path))
         self._cache.commit(path)
         self._fed, self._record = [], None
+
+    def _last_row(self, num_rows: int) -> int | torch.Tensor:
+        """Which rows' logits a prefill forward needs. Where features are recorded, by an index instead of a count:
+        given a count, Gemma 4 runs its last layers, which share keys and values, for those rows only."""
+        return torch.tensor([num_rows - 1], device=self._target.device) if self._features else 1
 
     def _run_again(self, num_kept: int) -> None:
         """Bring the states to where only the first rows of the last verify were fed: recurrent layers on their recorded
@@ -319,7 +326,7 @@ class TorchTargetSession:
         ids: torch.Tensor,  # [1, rows]
         mask: ModelMask,  # rows or more
         positions: torch.Tensor | None = None,  # [1, rows]; None = one after the other
-        **options: int,
+        **options: int | torch.Tensor,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """One forward at the committed length; returns logits [1, rows, V] and one [1, rows, H] per tap."""
         target, start = self._target, self._cache.num_tokens
