@@ -63,6 +63,7 @@ TABLE: dict[str, Row] = {
         "acceptance collapses at temperatures above 0, because the draft's logits have a wrong scale",
         (
             "pitfalls/test_missing.py::test_the_scale_of_a_drafts_logits_changes_no_proposal",
+            "core/test_sampled.py::test_the_better_policy_is_used_at_any_scale_of_the_logits",
             "check/test_measures.py::test_the_scale_of_the_logits_is_found",
             "check/test_probe.py::test_a_missing_logit_scale_is_found",
         ),
@@ -86,7 +87,11 @@ TABLE: dict[str, Row] = {
     ),
     "A9": Row(
         "cutting a proposal by what was drawn in it biases the text",
-        ("pitfalls/test_missing.py::test_cutting_by_the_guess_itself_biases_nothing",),
+        (
+            "pitfalls/test_missing.py::test_cutting_by_the_guess_itself_biases_nothing",
+            "core/test_adaptive.py::test_the_two_token_counterexample",
+            "core/test_sampled.py::test_the_two_token_counterexample",
+        ),
     ),
     "A10": Row(
         "other tokens than plain decoding where two are nearly tied",

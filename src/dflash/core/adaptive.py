@@ -204,20 +204,20 @@ class AdaptiveDrafter:
         tail = [*self._index.tokens[1 - MAX_MATCH :], anchor]
         plan = self._plan(Guesses(self._survival, index=index, tail=tail), budget, price)
         table = self._ask_draft(plan, anchor, budget, price)
+        drawn = None
         if table is not None:
             guesses = Guesses(self._survival, index=index, tail=tail, table=table, branching=self._num_candidates)
-            both = self._plan(guesses, budget, price, spent=self._costs.draft(depth))
-            line = self._costs.line(depth, self._max_rows)
-            self._lessons.add_gain(_copy_class(plan), both.value - _reconsidered(plan, guesses, line, price))
+            spent, line = self._costs.draft(depth), self._costs.line(depth, self._max_rows)
+            both = self._plan(guesses, budget, price, spent=spent)
+            if self._drawing is not None:
+                longest = min(budget, self._max_rows - 1)
+                drawn = self._drawing.plan(table, longest, line, price, self._longest(line, spent))
+                drawn = drawn if drawn is not None and drawn.value > both.value else None
+            value = both.value if drawn is None else drawn.value
+            self._lessons.add_gain(_copy_class(plan), value - _reconsidered(plan, guesses, line, price))
             plan = both
         if plan.nodes:
             self._open.append(_Open(depth + 1, 0, plan.nodes))
-        drawn = None
-        if self._drawing is not None and table is not None:
-            longest = min(budget, self._max_rows - 1)
-            line = self._costs.line(depth, self._max_rows)
-            drawn = self._drawing.plan(table, longest, line, price, self._longest(line, self._costs.draft(depth)))
-            drawn = drawn if drawn is not None and drawn.value > plan.value else None
         return self._proposal(plan, depth, table, drawn)
 
     def _ask_draft(self, copied: _Plan, anchor: int, budget: int, price: float) -> CandidateTable | None:
