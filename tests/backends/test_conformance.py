@@ -93,7 +93,8 @@ def test_adversarial_draft_changes_nothing(seed: int, exact: bool, engine: Engin
         eos_ids=engine.eos_ids,
         info=engine.info,
     )
-    drafted = fake.generate(prompt_ids=prompt_ids, params=params, exact=exact)
+    # Whole blocks: what pays depends on how busy the machine is, and every length has to occur.
+    drafted = fake.generate(prompt_ids=prompt_ids, params=params, exact=exact, drafting=Drafting(fixed=True))
     assert drafted.token_ids == plain.token_ids
     assert set(drafted.stats.acceptance_lengths) == set(range(1, 9))
 

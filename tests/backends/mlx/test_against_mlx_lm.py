@@ -74,7 +74,7 @@ def same_as_mlx_lm(
         drafted = engine.generate(prompt, GREEDY, drafting=FIXED)
         assert list(drafted.token_ids) == expected
         lengths.update(drafted.stats.acceptance_lengths)
-        scripted = with_script(engine, [*engine.tokenize(prompt), *expected]).generate(prompt, GREEDY)
+        scripted = with_script(engine, [*engine.tokenize(prompt), *expected]).generate(prompt, GREEDY, drafting=FIXED)
         assert list(scripted.token_ids) == expected
         assert len(set(scripted.stats.acceptance_lengths)) > 4  # rolled back to many different rows
     return lengths
