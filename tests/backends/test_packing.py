@@ -91,6 +91,21 @@ def test_other_dtypes_are_left_alone() -> None:
     assert kernel_choice(model) is None
 
 
+class Quantised(torch.Tensor):
+    """Weights of a class of their own, as torchao's are: they call themselves float32."""
+
+
+def test_weights_of_another_class_are_left_alone() -> None:
+    """Fault: a target that torchao has quantised fails to load, because its weights have no packed layout."""
+    model = llama()
+    num_linears = sum(type(module) is nn.Linear for module in model.modules())
+    quantised = [module for module in model.get_decoder().layers[0].modules() if type(module) is nn.Linear]
+    for module in quantised:
+        module.weight = nn.Parameter(module.weight.detach().as_subclass(Quantised), requires_grad=False)
+    assert pack_linears(model) == num_linears - len(quantised) > 0
+    assert all(type(module) is nn.Linear for module in quantised)
+
+
 def test_probe_of_a_packed_model() -> None:
     """The point of packing: on the kernels known so far one row gives the bits of many. Where this fails the product
     still works (decoding is padded), but the speed that the documentation promises is gone."""

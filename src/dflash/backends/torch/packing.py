@@ -72,10 +72,11 @@ def can_pack() -> bool:
 def pack_linears(model: PreTrainedModel, *, available: int | None = None) -> int:
     """Replace the linear layers of `model` by packed ones where that is known to pay: float32, on a CPU.
 
-    Other devices and dtypes, subclasses of `nn.Linear` (quantised, adapters) and PyTorch builds without oneDNN are left
-    as they are. Names, weights and state dict of the model stay the same; changing a weight afterwards leaves its
-    packed copy stale. Costs the memory of these weights once more, and so is not done beyond MOST_BYTES or beyond
-    MOST_SHARE of the memory that is available now: such models decode as well, with padded forwards in exact mode.
+    Other devices and dtypes, subclasses of `nn.Linear` (quantised, adapters), weights of a tensor class of their own
+    (torchao's quantised ones, which call themselves float32) and PyTorch builds without oneDNN are left as they are.
+    Names, weights and state dict of the model stay the same; changing a weight afterwards leaves its packed copy stale.
+    Costs the memory of these weights once more, and so is not done beyond MOST_BYTES or beyond MOST_SHARE of the memory
+    that is available now: such models decode as well, with padded forwards in exact mode.
 
     Args:
         available: bytes of memory that may still be used; None = ask the system.
@@ -89,7 +90,7 @@ def pack_linears(model: PreTrainedModel, *, available: int | None = None) -> int
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype == torch.float32
+        if type(child) is nn.Linear and _is_plain(child.weight)
     ]
     needed = sum(child.weight.nbytes for _, _, child in found)
     available = available_bytes() if available is None else available
@@ -100,6 +101,10 @@ def pack_linears(model: PreTrainedModel, *, available: int | None = None) -> int
     for parent, name, child in found:
         parent.register_module(name, PackedLinear(child, choice))
     return len(found)
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    return type(weight.data) is torch.Tensor and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def kernel_choice(model: PreTrainedModel) -> KernelChoice | None:
