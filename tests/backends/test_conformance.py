@@ -182,14 +182,38 @@ def test_backends_say_the_same(target_folder: Path, trained_folder: Path) -> Non
 # Requests leave no trace
 
 
-def test_a_b_a(engine: Engine) -> None:
-    """State kept in module or engine shows when a request is repeated after another one."""
+class Overheard:
+    """A drafter's session whose proposals are written down."""
+
+    def __init__(self, session: Any, heard: list[tuple[int, ...]]) -> None:
+        self._session, self._heard = session, heard
+        self.max_proposal: int = session.max_proposal
+
+    def observe(self, token_ids: Sequence[int], features: Any) -> None:
+        self._session.observe(token_ids, features)
+
+    def propose(self, anchor: int, budget: int) -> Proposal:
+        proposal: Proposal = self._session.propose(anchor, budget)
+        self._heard.append(tuple(proposal.tokens))
+        return proposal
+
+
+def test_a_b_a(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State kept in module or engine shows when a request is repeated after another one: in its text, or in what is
+    proposed (a drafter that remembers would still give the right text)."""
     fixed = Drafting(fixed=True)  # by cost, the second request would know more than the first
-    first = engine.generate(PROMPTS[0], GREEDY, drafting=fixed)
-    engine.generate(PROMPTS[2], SAMPLED)
+    heard: list[tuple[int, ...]] = []
+    drafter: Any = engine.drafter
+    original = drafter.session
+    monkeypatch.setattr(drafter, "session", lambda: Overheard(original(), heard))
+    first, proposed = engine.generate(PROMPTS[0], GREEDY, drafting=fixed), tuple(heard)
+    engine.generate(PROMPTS[2], SAMPLED, drafting=fixed)
+    heard.clear()
     again = engine.generate(PROMPTS[0], GREEDY, drafting=fixed)
     assert again.token_ids == first.token_ids
     assert again.stats.acceptance_lengths == first.stats.acceptance_lengths
+    assert len(proposed) > 3
+    assert tuple(heard) == proposed
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 2, 5])
