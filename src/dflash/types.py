@@ -88,6 +88,9 @@ class Drafting:
     draws: bool = True
     """In mode "fast", where tokens are sampled: draw guesses from the draft's distribution where that is better than
     its first choices. The target's distribution stays, the text of a seed does not."""
+    steady: bool = False
+    """Decide by the costs measured beforehand, not by how fast rounds are just now: the same requests in the same order
+    then repeat every round, which a benchmark wants; a machine whose pace changes is followed less well."""
     width: int | None = None
     """Most rows of a verify forward, the anchor's included; None = what the engine has checked."""
     draft_window: int | None = None

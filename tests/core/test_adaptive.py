@@ -230,3 +230,25 @@ def test_two_regimes_are_told_apart() -> None:
     assert reasons[:100] == [("plain", 0)] * 100
     assert max(length for _, length in reasons[100:]) == 15
     assert machine.now < 200
+
+
+@pytest.mark.parametrize("trees", ["never", "auto"])
+def test_steady_rounds_repeat_whatever_the_clock_says(trees: Trees) -> None:
+    """Guards against a clock that finds its way into decisions: acceptance would differ between runs. Costs
+    that follow the clock must, over the same requests, lead elsewhere, or this shows nothing."""
+
+    def all_rounds(clock: Callable[[], float], *, steady: bool) -> list[list[int]]:
+        memory = Memory(CostTracker(GPU_LIKE, CostCurve((1,), (0,), ((0.3,),))))
+        lengths = []
+        for _ in range(4):
+            drafter = AdaptiveDrafter(
+                TableDrafter(guess_sometimes(LOGITS, 2)), memory, max_rows=8, trees=trees, clock=clock, steady=steady
+            )
+            rounds, _ = generate(drafter, LOGITS, SamplingParams(max_new_tokens=60))
+            lengths.append([one.num_proposed for one in rounds])
+        return lengths
+
+    clocks = [jumping_clock(seed) for seed in (1, 2, 3)]
+    first, second, third = (all_rounds(clock, steady=True) for clock in clocks)
+    assert first == second == third
+    assert any(all_rounds(clock, steady=False) != first for clock in clocks)

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_equal_to_one_at_a_time(
     folder: Path, tmp_path: Path, slots: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against keys of a slot's earlier sequence, a wrong position after a refill, or a lost or doubled prompt."""
+    """Guards against keys of a slot's earlier sequence, a wrong position after a refill, a lost or doubled prompt."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(4, 23, (length,), generator=generator).tolist() for length in (5, 2, 9, 3, 120, 4, 1)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(ids) + "\n" for ids in prompts))

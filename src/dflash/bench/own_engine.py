@@ -131,6 +131,13 @@ class OwnBackend(ABC):
             else ("On this device the time split is not told: waiting would disturb it.",),
         )
 
+    def _drafting(self, form: str) -> Drafting:
+        """Of one form. Steady, so that a second run makes the same rounds: its acceptance is then the same figure."""
+        chosen = self._engine.drafting
+        if form == FIXED.name:
+            return Drafting(fixed=True, draft_window=chosen.draft_window)
+        return dataclasses.replace(chosen, steady=True)
+
     def generate(self, request: Request, form: str) -> Answer:
         """One generation through the engine's own loop."""
         started = time.perf_counter()
@@ -145,7 +152,7 @@ class OwnBackend(ABC):
                 params=_params(request),
                 use_draft=form in (DRAFTED.name, FIXED.name),
                 exact=False if form == PLAIN.name else None,
-                drafting=Drafting(fixed=True) if form == FIXED.name else None,
+                drafting=self._drafting(form),
             )
         except PromptError as error:
             raise RequestFailed("prompt", str(error)) from error

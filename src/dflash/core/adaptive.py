@@ -111,6 +111,7 @@ class AdaptiveDrafter:
         temperature: float = 0.0,
         generator: np.random.Generator | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        steady: bool = False,
     ) -> None:
         """
         Args:
@@ -124,8 +125,10 @@ class AdaptiveDrafter:
             generator: draws from the draft's distribution where that is better than its first choices
                 (`core/sampled.py`); None = first choices only, which keep texts the same for a seed.
             clock: seconds.
+            steady: rounds teach nothing about costs.
         """
         self._draft = draft
+        self._steady = steady
         self._ask = None if draft is None else as_asker(draft)
         self._costs = memory.costs
         self._lessons = memory.at(temperature)
@@ -184,7 +187,8 @@ class AdaptiveDrafter:
         """Learn committed tokens, and what the round that gave them cost."""
         fed, costs = self._fed, self._costs
         if fed is not None:
-            costs.saw_verify(fed.rows, fed.depth, self._clock() - fed.started)
+            if not self._steady:
+                costs.saw_verify(fed.rows, fed.depth, self._clock() - fed.started)
             drafting = costs.draft(fed.depth) if fed.asked_draft else 0.0
             self._tokens.add(len(token_ids))  # the anchor stands for the token that the target added itself
             self._seconds.add(costs.verify(fed.rows, fed.depth) + drafting)
@@ -235,7 +239,8 @@ class AdaptiveDrafter:
         started = self._clock()
         count = self._num_candidates if self._drawing is None else max(self._num_candidates, NUM_DRAWN)
         table = self._ask(anchor, budget, count)
-        costs.saw_draft(depth, self._clock() - started)
+        if not self._steady:
+            costs.saw_draft(depth, self._clock() - started)
         self._drafted = (depth + 1, [candidates[0] for candidates in table.ids])
         return table
 

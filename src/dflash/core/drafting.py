@@ -98,6 +98,7 @@ def make_session(
         temperature=params.temperature,
         generator=draft_generator(params.seed) if draws else None,
         clock=clock,
+        steady=drafting.steady,
     )
 
 
