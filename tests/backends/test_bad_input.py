@@ -266,3 +266,14 @@ def test_target_without_chat_template(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="raw=True"):
         engine.generate("hi")
     assert engine.generate("hi", raw=True).token_ids
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("prompt", ["caf\udce9", "\ud800", 5])
+def test_a_prompt_that_is_no_text(prompt: Any, raw: bool, target: Path) -> None:
+    """Guards against a tokenizer's TypeError: bytes of another encoding on a command line become lone surrogates."""
+    engine = load(str(target), None)
+    engine.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(PromptError):
+        engine.generate(prompt, raw=raw)
+    engine.close()

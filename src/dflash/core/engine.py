@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -189,8 +189,10 @@ class Engine(ABC):
         if raw:
             if not isinstance(prompt, str):
                 raise PromptError("raw prompts are plain text; messages need the chat template (raw=False).")
-            ids: list[int] = self.tokenizer(prompt)["input_ids"]
+            ids: list[int] = self.tokenizer(_encodable(prompt))["input_ids"]
             return ids
+        if not isinstance(prompt, Iterable):
+            raise PromptError(f"a prompt is a text or a list of messages, not {type(prompt).__name__}.")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         if not messages or any(not isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
             raise PromptError('a conversation is a non-empty list of {"role": ..., "content": ...} with texts.')
@@ -203,7 +205,7 @@ class Engine(ABC):
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise PromptError(f"the chat template refuses these messages ({error}); correct their roles.") from error
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(_encodable(text), add_special_tokens=False)["input_ids"]
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -356,3 +358,15 @@ def _count(stats: Stats, step: Round) -> None:
     stats.prefill_seconds = step.total_seconds
     stats.num_tokens = len(step.tokens)
     stats.finish_reason = step.finish_reason
+
+
+def _encodable(text: str) -> str:
+    """`text`, if it is text. Bytes of another encoding on a command line arrive as lone surrogates, which no tokenizer
+    takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the prompt is not valid Unicode (at character {error.start + 1}); give it in UTF-8."
+        ) from error
+    return text

@@ -18,7 +18,7 @@ COPY_STEPS = (0.0, 0.35, 0.65, 0.85)
 """Borders between the classes of a round's best copy, in which the draft's use is followed apart: a draft may be worth
 its forward only where there is nothing to copy."""
 NUM_CLASSES = len(COPY_STEPS) + 1
-TRIALS = 8
+TRIALS = 24
 """Drafts before their use is judged."""
 POOLED_WEIGHT = 4
 """Drafts of its own class that the mean over all classes weighs as much as."""
