@@ -73,7 +73,7 @@ WAYS: Mapping[str, Way] = MappingProxyType(
         "default": Way(Drafting(mode="exact"), exact=True),
         "trees": Way(Drafting(mode="fast", draws=False)),
         "ngram": Way(Drafting(), "copies"),
-        "language model": Way(Drafting(copies=False), "model", exact=True),
+        "language model": Way(Drafting(fixed=True), "model", exact=True),
     }
 )
 

@@ -19,7 +19,7 @@ import torch
 from dflash import SamplingParams, Stats
 from dflash.cache import file_sha256
 from dflash.core.engine import Engine, StreamEvent
-from dflash.types import Drafting, Proposal, Result
+from dflash.types import Drafting, Proposal
 from tests.backends import tiny_pair
 from tests.backends.pairs import BACKENDS, GREEDY, PROMPTS, SAMPLED, OpenEngine
 from tests.backends.tiny_pair import END, random_draft, save_draft, save_target
@@ -324,52 +324,6 @@ def seen(event: StreamEvent) -> tuple[tuple[int, ...], int, int]:
 
 
 # The request's life
-
-
-def collect(events: Sequence[StreamEvent]) -> Result:
-    return Result("".join(e.text for e in events), [t for e in events for t in e.token_ids], events[-1].stats)
-
-
-def test_stream_is_generate_in_pieces(engine: Engine) -> None:
-    """Text is whole (multi-byte characters split over rounds), counts add up, the prefill is no round."""
-    whole = engine.generate(PROMPTS[2], GREEDY)
-    parts = collect(list(engine.stream(PROMPTS[2], GREEDY)))
-    assert (parts.text, parts.token_ids) == (whole.text, whole.token_ids)
-    assert whole.text == engine.decode(whole.token_ids)
-    stats = whole.stats
-    assert stats.num_tokens == len(whole.token_ids) == 60
-    assert stats.num_prompt_tokens == len(engine.tokenize(PROMPTS[2]))
-    assert sum(stats.acceptance_lengths) == 59
-    assert stats.finish_reason == "length"
-    assert stats.prefill_seconds > 0
-    assert 0 < stats.draft_seconds + stats.verify_seconds < stats.decode_seconds
-
-
-def test_stops(engine: Engine) -> None:
-    """Own end ids, request ids and strings end the text with and without a draft; ignore_eos goes on."""
-    free = engine.generate("q", GREEDY)
-    token = free.token_ids[20]
-    first = free.token_ids.index(token)
-    with_eos = type(engine)(
-        target=engine.target,
-        drafter=engine.drafter,
-        tokenizer=engine.tokenizer,
-        eos_ids=frozenset({END, token}),
-        info=engine.info,
-    )
-    for use_draft in (True, False):
-        for one, params in (
-            (engine, SamplingParams(max_new_tokens=60, stop_token_ids=[token], ignore_eos=True)),
-            (with_eos, SamplingParams(max_new_tokens=60)),
-        ):
-            result = one.generate("q", params, use_draft=use_draft)
-            assert result.stats.finish_reason == "stop"
-            assert result.token_ids[-1] in (token, END)
-            assert result.token_ids == free.token_ids[: min(first + 1, len(result.token_ids))]
-        text = free.text[10:14]
-        result = engine.generate("q", SamplingParams(max_new_tokens=60, stop=[text], ignore_eos=True))
-        assert result.text == free.text[: free.text.index(text)]
-        assert result.stats.finish_reason == "stop"
 
 
 def test_end_ids_come_from_the_generation_config(open_engine: OpenEngine, tmp_path: Path) -> None:
