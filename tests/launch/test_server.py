@@ -132,7 +132,7 @@ def test_never_healthy(tmp_path: Path) -> None:
     stage, waits = Stage(tmp_path, "silent"), list[float]()
     with (
         pytest.raises(EngineError, match="--ready-timeout"),
-        serving(stage.plan, environment=stage.environment, log=stage.log, ready_seconds=1.0, waiting=waits.append),
+        serving(stage.plan, environment=stage.environment, log=stage.log, ready_seconds=3.0, waiting=waits.append),
     ):
         pytest.fail("it never served")
     assert waits
