@@ -9,14 +9,17 @@ feeds the chain again without committing it, which is the slow reference. How a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from dflash.core.engine import TargetSession
+from dflash.core.engine import SharedTarget, TargetSession
 
 CHAIN = 7
 """Tokens of a chain: with the anchor a forward of eight rows. Each costs a forward of the draft model."""
 WAITING = 16
 """Committed tokens that may wait for the next proposal, whose first forward then takes them along."""
+
+
+Model = TypeVar("Model", bound=SharedTarget)
 
 
 class RewindingSession(TargetSession, Protocol):
@@ -30,6 +33,24 @@ class RewindingSession(TargetSession, Protocol):
     def rewind(self, num_tokens: int) -> None:
         """Take all but the first `num_tokens` committed tokens back; only where `rewinds` says so."""
         ...
+
+
+class DraftingModel(Generic[Model]):
+    """Weights side of a language model in a draft's place, shared by sessions; a backend adds `session`."""
+
+    def __init__(self, model: Model, target: Model, *, chain: int = CHAIN, rewinds: bool = True) -> None:
+        """
+        Args:
+            model: the draft model, without taps, on the target's device.
+            target: whose ids are proposed; the models' embeddings may differ in padding.
+            chain: most tokens of a proposal.
+            rewinds: keep a chain's rows where the layers can go back; without it they are fed again (the reference).
+        """
+        self.model = model
+        self.chain = chain
+        self.rewinds = rewinds
+        self.num_ids = min(model.vocab_size, target.vocab_size)
+        """Ids that both models have; the others are padding."""
 
 
 class ChainStart(NamedTuple):

@@ -25,14 +25,14 @@ def reference_loss(
     return -(weights_R * (target * log_q).sum(-1)).sum()
 
 
-_LARGEST_CHUNK = 2**26
+LARGEST_CHUNK = 2**26
 """Logits formed at a time (a quarter of a GiB in float32), whatever the vocabulary."""
 _CHUNK_ROWS_CPU = 1024
-"""Rows per chunk that stay in a processor's caches; a GPU takes as many as `_LARGEST_CHUNK` allows."""
+"""Rows per chunk that stay in a processor's caches; a GPU takes as many as `LARGEST_CHUNK` allows."""
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    """In float32 inside; the result in the dtype of the logits, also where autocast would widen it."""
+def softmax_as_is(logits: Tensor) -> Tensor:
+    """Over the last dimension, in float32 inside; the result in the dtype of the logits, also under autocast."""
     return logits.softmax(-1, dtype=logits.dtype)
 
 
@@ -52,7 +52,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         gradient = torch.empty_like(hidden_RH)
         predicted = torch.empty_like(labels_R)
         total = hidden_RH.new_zeros((), dtype=torch.float32)
-        most = max(1, _LARGEST_CHUNK // head_VH.shape[0])
+        most = max(1, LARGEST_CHUNK // head_VH.shape[0])
         chunk = min(chunk or (_CHUNK_ROWS_CPU if hidden_RH.device.type == "cpu" else most), most)
         for start in range(0, hidden_RH.shape[0], chunk):
             rows = slice(start, start + chunk)
@@ -65,7 +65,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
             # Σ_v target_v · logit_v = hidden · Σ_v target_v · head_v, so a target is one row of H numbers, not V.
             cross = logits.float().logsumexp(-1) - (hidden.float() * aim).sum(-1)
             total += (weights_R[rows] * cross).sum()
-            gradient[rows] = (_softmax(logits) @ head_VH - aim) * weights_R[rows, None]
+            gradient[rows] = (softmax_as_is(logits) @ head_VH - aim) * weights_R[rows, None]
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(predicted)
         return total, predicted

@@ -16,10 +16,7 @@ from torch import Tensor, nn
 
 from dflash.backends.torch.draft_model import DraftModel
 from dflash.train.anchors import Blocks, slot_weights
-from dflash.train.losses import frozen_head_loss
-
-_LARGEST_PART = 2**26
-"""Teacher logits formed at a time."""
+from dflash.train.losses import LARGEST_CHUNK, frozen_head_loss, softmax_as_is
 
 
 @dataclass(frozen=True)
@@ -189,10 +186,10 @@ def _teacher(head: FrozenHead, batch: Batch, teacher_NSH: Tensor, scored_NAT: Te
     judge_NAT = batch.anchors_NA[..., None] + slots + s * torch.arange(n, device=slots.device)[:, None, None]
     positions_P, rows_R = judge_NAT[scored_NAT].unique(return_inverse=True)
     states = head.final_norm(teacher_NSH.flatten(0, 1)[positions_P].to(head.head_KH.dtype))
-    means = [part.softmax(-1, dtype=part.dtype) @ head.head_KH for part in _logits_in_parts(states, head.head_KH)]
+    means = [softmax_as_is(part) @ head.head_KH for part in _logits_in_parts(states, head.head_KH)]
     return torch.cat(means), rows_R
 
 
 def _logits_in_parts(states_PH: Tensor, head_KH: Tensor) -> Iterator[Tensor]:
-    for part in states_PH.split(max(1, _LARGEST_PART // head_KH.shape[0])):
+    for part in states_PH.split(max(1, LARGEST_CHUNK // head_KH.shape[0])):
         yield part @ head_KH.T

@@ -196,13 +196,7 @@ def entering(found: Checkpoint, lookup: Lookup) -> tuple[int, ...]:
         lookup.decided("target_layer_ids", "not stated: inputs of layers 2, n // 2 and n - 3, as SafeAILab and vLLM")
         return ()
     ids = Lookup(lookup.source, ((TOP, found.raw),)).integers(IDS)
-    if 0 in ids:
-        raise UnsupportedModel(
-            f"{lookup.source} taps the embedding output ({IDS} 0), which this version does not capture; use a draft "
-            "whose taps are layers."
-        )
-    lookup.decided("target_layer_ids", f"{TOP}, {IDS} minus one")
-    return tuple(layer - 1 for layer in ids)
+    return fields.taps_from_inputs(lookup, IDS, ids)
 
 
 def _refuse_other_networks(found: Checkpoint, lookup: Lookup) -> None:

@@ -7,10 +7,10 @@ arguments; nothing here asks which dialect it serves.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash.core.dialects.base import Checkpoint, Lookup, as_number
+from dflash.core.dialects.base import TOP, Checkpoint, Lookup, as_number
 from dflash.core.draft_config import LayerAttention, Yarn
 from dflash.errors import CheckpointError, UnsupportedModel
 
@@ -376,3 +376,15 @@ def refuse_other_mathematics(found: Checkpoint, lookup: Lookup) -> None:
             f"{lookup.source} describes quantised weights (quantization_config); this version runs drafts in bfloat16, "
             "float16 or float32: use the draft that it was quantised from."
         )
+
+
+def taps_from_inputs(lookup: Lookup, key: str, layers: Sequence[int]) -> tuple[int, ...]:
+    """Taps from the ids of layers whose input is tapped, stated at the top level as `key`: a state entering layer i is
+    the output of layer i - 1. Raises UnsupportedModel for the input of layer 0, which no layer puts out."""
+    if 0 in layers:
+        raise UnsupportedModel(
+            f"{lookup.source} taps the embedding output ({key} 0), which this version does not capture; use a draft "
+            "whose taps are layers."
+        )
+    lookup.decided("target_layer_ids", f"{TOP}, {key} minus one")
+    return tuple(layer - 1 for layer in layers)

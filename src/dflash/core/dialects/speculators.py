@@ -68,15 +68,8 @@ def _algorithm(found: Checkpoint, lookup: Lookup) -> str:
 
 
 def _taps(lookup: Lookup) -> tuple[int, ...]:
-    """A residual entering layer i is the output of layer i - 1."""
-    entering = lookup.integers("aux_hidden_state_layer_ids")
-    if 0 in entering:
-        raise UnsupportedModel(
-            f"{lookup.source} taps the embedding output (aux_hidden_state_layer_ids 0), which this version does not "
-            "capture; use a draft whose taps are layers."
-        )
-    lookup.decided("target_layer_ids", f"{TOP}, aux_hidden_state_layer_ids minus one")
-    return tuple(layer - 1 for layer in entering)
+    key = "aux_hidden_state_layer_ids"
+    return fields.taps_from_inputs(lookup, key, lookup.integers(key))
 
 
 def proposal_method(found: Checkpoint) -> Mapping[str, Any]:

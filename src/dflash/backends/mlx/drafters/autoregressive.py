@@ -11,26 +11,12 @@ import mlx.core as mx
 from dflash.backends.mlx.drafters.table import candidate_table
 from dflash.backends.mlx.target import MLXTarget, MLXTargetSession
 from dflash.backends.mlx.tokens import DeviceTokens
-from dflash.core.autoregressive import CHAIN, AutoregressiveText, ChainStart
+from dflash.core.autoregressive import AutoregressiveText, ChainStart, DraftingModel
 from dflash.types import CandidateTable, Proposal
 
 
-class AutoregressiveDrafter:
+class AutoregressiveDrafter(DraftingModel[MLXTarget]):
     """Weights side, shared by sessions."""
-
-    def __init__(self, model: MLXTarget, target: MLXTarget, *, chain: int = CHAIN, rewinds: bool = True) -> None:
-        """
-        Args:
-            model: the draft model, without taps.
-            target: whose ids are proposed; the models' embeddings may differ in padding.
-            chain: most tokens of a proposal.
-            rewinds: keep a chain's rows where the layers can go back; without it they are fed again (the reference).
-        """
-        self.model = model
-        self.chain = chain
-        self.rewinds = rewinds
-        self.num_ids = min(model.vocab_size, target.vocab_size)
-        """Ids that both models have; the others are padding."""
 
     def session(self) -> AutoregressiveSession:
         """A fresh drafter for one request."""

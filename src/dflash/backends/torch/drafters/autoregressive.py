@@ -10,26 +10,12 @@ from torch import Tensor
 
 from dflash.backends.torch.drafters.table import candidate_table
 from dflash.backends.torch.target import TorchTarget
-from dflash.core.autoregressive import CHAIN, AutoregressiveText
+from dflash.core.autoregressive import AutoregressiveText, DraftingModel
 from dflash.types import CandidateTable, Proposal
 
 
-class AutoregressiveDrafter:
+class AutoregressiveDrafter(DraftingModel[TorchTarget]):
     """Weights side, shared by sessions."""
-
-    def __init__(self, model: TorchTarget, target: TorchTarget, *, chain: int = CHAIN, rewinds: bool = True) -> None:
-        """
-        Args:
-            model: the draft model, without taps, on the target's device.
-            target: whose ids are proposed; the models' embeddings may differ in padding.
-            chain: most tokens of a proposal.
-            rewinds: keep a chain's rows where the layers can go back; without it they are fed again (the reference).
-        """
-        self.model = model
-        self.chain = chain
-        self.rewinds = rewinds
-        self.num_ids = min(model.vocab_size, target.vocab_size)
-        """Ids that both models have; the others are padding."""
 
     def session(self) -> AutoregressiveSession:
         """A fresh drafter for one request."""
