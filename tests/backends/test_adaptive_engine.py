@@ -26,6 +26,8 @@ CHOICES = [
 ]
 REPEATED = "one two three four, one two three four, one two three four, one two"
 FREE_ROWS = CostCurve((1, 64), (0,), ((1.0, 1.0),))
+DEARER_ROWS = CostCurve((1, 64), (0,), ((1.0, 4.0),))
+"""Costs that a test gives go with `steady`: a busy machine must not decide what is asserted."""
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +58,13 @@ def test_a_draft_that_knows_the_answer_is_used_and_a_random_one_rests(
     open_engine: OpenEngine, trained: Engine, target_folder: Path, draft_folder: Path
 ) -> None:
     """Fault: the table of candidates is shifted or badly scaled, so that a good draft looks bad."""
-    trained.memory = Memory()
-    good = trained.generate(PROMPTS[0], GREEDY, drafting=Drafting(mode="exact", copies=False))
+    drafting = Drafting(mode="exact", copies=False, steady=True)
+    trained.memory = Memory(CostTracker(DEARER_ROWS))
+    good = trained.generate(PROMPTS[0], GREEDY, drafting=drafting)
     assert good.stats.acceptance_length > 4
     noise = open_engine(target_folder, draft_folder)
-    bad = noise.generate(PROMPTS[0], GREEDY, drafting=Drafting(mode="exact", copies=False))
+    noise.memory = Memory(CostTracker(DEARER_ROWS))
+    bad = noise.generate(PROMPTS[0], GREEDY, drafting=drafting)
     assert bad.stats.reasons.get("plain", 0) > 30
     noise.close()
 
@@ -71,7 +75,7 @@ def test_trees_are_fed_in_mode_fast(trained: Engine) -> None:
     if not session.supports_trees:
         pytest.skip("this backend takes chains only")
     trained.memory = Memory(CostTracker(FREE_ROWS))
-    stats = trained.generate(PROMPTS[2], SAMPLED, drafting=Drafting(mode="fast", draws=False)).stats
+    stats = trained.generate(PROMPTS[2], SAMPLED, drafting=Drafting(mode="fast", draws=False, steady=True)).stats
     assert stats.num_proposed > sum(stats.proposed_per_slot)
     assert stats.notes[0].startswith("trees in ")
     assert stats.notes[0] in stats_line(stats)
@@ -89,7 +93,7 @@ def test_mode_auto_says_that_it_took_trees_and_why(trained: Engine) -> None:
     for _ in range(TREE_ROUNDS):
         lessons.chain.add(1.0)
         lessons.tree.add(100.0)
-    stats = trained.generate(PROMPTS[2], SAMPLED, drafting=Drafting()).stats
+    stats = trained.generate(PROMPTS[2], SAMPLED, drafting=Drafting(steady=True)).stats
     assert stats.num_proposed > sum(stats.proposed_per_slot)
     assert "times the speed of chains" in stats.notes[0]
 
@@ -100,7 +104,7 @@ def test_copies_need_no_model(open_engine: OpenEngine, target_folder: Path) -> N
     assert isinstance(engine.drafter, CopyDrafter)
     assert (engine.info.draft, engine.info.block_size, engine.info.draft_sha256) == ("ngram", None, None)
     engine.memory = Memory(CostTracker(FREE_ROWS))
-    for drafting in (Drafting(), Drafting(fixed=True)):
+    for drafting in (Drafting(steady=True), Drafting(fixed=True)):
         for params in (GREEDY, SAMPLED):
             plain = engine.generate(REPEATED, params, use_draft=False)
             copied = engine.generate(REPEATED, params, drafting=drafting)

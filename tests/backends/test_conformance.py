@@ -68,9 +68,10 @@ def test_random_and_trained_drafts_change_nothing(
     for folder in (draft_folder, trained_folder):
         pair = open_engine(target_folder, folder)
         plain = pair.generate(prompt, params, use_draft=False)
-        drafted = pair.generate(prompt, params)
+        drafted = pair.generate(prompt, params, drafting=Drafting(fixed=True))
         assert drafted.token_ids == plain.token_ids
         assert drafted.text == plain.text
+        assert pair.generate(prompt, params).token_ids == plain.token_ids
         assert plain.stats.num_proposed == 0 < drafted.stats.num_proposed
         accepted[folder] = drafted.stats.num_accepted
         pair.close()

@@ -19,7 +19,7 @@ from dflash import load
 from dflash.backends.torch.draft_model import DraftModel
 from dflash.core.draft_config import CONFIG_FILE, WEIGHTS_FILE
 from dflash.core.draft_reader import dialect_named, read_draft
-from dflash.types import SamplingParams
+from dflash.types import Drafting, SamplingParams
 from tests.backends.tiny_pair import draft_config, save_target
 
 SPARK: dict[str, Any] = {"markov_rank": 6, "markov_head": "gated", "anchor_predicts": True, "confidence_head": True}
@@ -102,7 +102,7 @@ def test_all_layouts_of_a_draft_are_one_draft(kind: str, target: Path, tmp_path:
         engine = load(target, folder, dtype="float32", device="cpu", num_threads=1, exact=False)
         assert engine.drafter is not None
         request = SamplingParams(max_new_tokens=16, ignore_eos=True)
-        text = engine.generate(prompt_ids=[5, 6, 7], params=request)
+        text = engine.generate(prompt_ids=[5, 6, 7], params=request, drafting=Drafting(fixed=True))
         plain = engine.generate(prompt_ids=[5, 6, 7], params=request, use_draft=False)
         assert text.token_ids == plain.token_ids, name
         assert text.stats.num_proposed > 0

@@ -32,9 +32,9 @@ MUTATIONS = (
     Mutation(
         "B2",
         "residuals entering a layer are taken for its outputs",
-        "core/dialects/speculators.py",
-        "return tuple(layer - 1 for layer in entering)",
-        "return tuple(entering)",
+        "core/dialects/fields.py",
+        "return tuple(layer - 1 for layer in layers)",
+        "return tuple(layers)",
         ("core/test_dialect_rules.py::test_layer_ids_mean_outputs",),
     ),
     Mutation(
