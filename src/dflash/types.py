@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dflash import arguments
 from dflash.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "cancelled"]
 """Why a generation ended: a stop token or string, the token limit or context, or the consumer."""
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,7 @@ class SamplingParams:
             if not ok:
                 raise ConfigError(what)
 
+        self._check_types()
         require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}.")
         require(0 <= self.temperature < math.inf, f"temperature must be 0 or positive, not {self.temperature}.")
         require(self.top_k >= 0, f"top_k must be 0 (off) or positive, not {self.top_k}.")
@@ -64,8 +68,18 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             require(math.isfinite(getattr(self, name)), f"{name} must be a number, not {getattr(self, name)}.")
         require(0 <= self.seed < 2**63, f"seed must lie in [0, 2^63), not {self.seed}.")
-        require(not isinstance(self.stop, str), f"stop must be a list: [{self.stop!r}], not {self.stop!r}.")
         require(all(self.stop), "a stop string must not be empty.")
+
+    def _check_types(self) -> None:
+        """Raise ConfigError for a value of another type than its field's."""
+        for name in ("max_new_tokens", "top_k", "seed"):
+            arguments.check_whole(name, getattr(self, name))
+        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
+            arguments.check_number(name, getattr(self, name))
+        arguments.check_logit_bias("logit_bias", self.logit_bias)
+        arguments.check_token_ids("stop_token_ids", self.stop_token_ids)
+        arguments.check_texts("stop", self.stop)
+        arguments.check_flag("ignore_eos", self.ignore_eos)
 
 
 Mode = Literal["exact", "auto", "fast"]
@@ -95,6 +109,13 @@ class Drafting:
     """Most rows of a verify forward, the anchor's included; None = what the engine has checked."""
     draft_window: int | None = None
     """Newest context rows that layers of the draft with full attention see; None = all. The target sees all."""
+
+    def __post_init__(self) -> None:
+        arguments.check_choice("mode", self.mode, MODES)
+        for name in ("fixed", "copies", "draws", "steady"):
+            arguments.check_flag(name, getattr(self, name))
+        for name in ("width", "draft_window"):
+            arguments.check_whole(name, getattr(self, name), optional=True)
 
 
 @dataclass(frozen=True)

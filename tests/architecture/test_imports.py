@@ -19,7 +19,7 @@ PACKAGE = SRC / "dflash"
 TENSORS = {"torch", "transformers", "safetensors", "mlx", "accelerate", "gguf"}
 OTHER_CLIENTS = {"dflash.bench", "dflash.audit", "dflash.check", "dflash.serve", "dflash.launch", "dflash.cli"}
 CLIENTS = {"dflash.prepare", "dflash.train"} | OTHER_CLIENTS
-PURE = ["core", "types.py", "errors.py", "registry.py", "resolve.py", "cache.py"]
+PURE = ["core", "types.py", "errors.py", "arguments.py", "registry.py", "resolve.py", "cache.py"]
 
 
 def sources(*places: str) -> list[Path]:

@@ -7,7 +7,7 @@ only place where such faults are seen.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash import load
+from dflash import Engine, load
 from dflash.core.draft_config import WEIGHTS_FILE
 from dflash.errors import (
     CheckpointError,
@@ -25,7 +25,7 @@ from dflash.errors import (
     PairError,
     PromptError,
 )
-from dflash.types import Drafting
+from dflash.types import Drafting, SamplingParams
 from tests.backends import tiny_pair
 from tests.backends.tiny_pair import draft_config, edit_config, random_draft, save_draft, save_target
 
@@ -249,6 +249,93 @@ def test_unknown_options(target: Path, draft: Path) -> None:
     refuses(ConfigError, "no draft is loaded", target, None, width=4)
     if not torch.cuda.is_available():
         refuses(ConfigError, "cuda", target, draft, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("target", 3),
+        ("target", None),
+        ("target", b"folder"),
+        ("draft", 3),
+        ("draft", ["a"]),
+        ("dtype", torch.float32),
+        ("device", 0),
+        ("num_threads", "2"),
+        ("num_threads", 1.0),
+        ("exact", "no"),
+        ("trust_remote_code", 1),
+        ("width", "4"),
+        ("width", 4.0),
+        ("drafting", "fast"),
+        ("progress", True),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_type(name: str, value: Any, target: Path, draft: Path) -> None:
+    """Guards against a bare TypeError, and against one that comes after minutes of loading."""
+    given: dict[str, Any] = {"target": target, "draft": draft, name: value}
+    refuses(ConfigError, f"^{name} must be ", **given)
+
+
+@pytest.fixture(scope="module")
+def engine(target: Path) -> Iterator[Engine]:
+    engine = load(target, None, dtype="float32", device="cpu", num_threads=1, exact=False)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("params", {"temperature": 0.5}),
+        ("params", None),
+        ("drafting", "fast"),
+        ("exact", 1),
+        ("use_draft", None),
+        ("raw", "no"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_request_of_another_type(name: str, value: Any, engine: Engine) -> None:
+    """Guards against an AttributeError of the first round, and against a truth value that is only taken for one."""
+    with pytest.raises(ConfigError, match=f"^{name} must be "):
+        engine.stream("hi", **{name: value})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": 5},
+        {"prompt": b"hi"},
+        {"prompt": {"role": "user", "content": "hi"}},
+        {"prompt": ["hi"]},
+        {"prompt": [["role", "user"]]},
+        {"prompt": [{"role": "user", "content": 5}]},
+        {"prompt": []},
+        {"prompt_ids": 5},
+        {"prompt_ids": "123"},
+        {"prompt_ids": [1.5]},
+        {"prompt_ids": [1, "2"]},
+        {"prompt_ids": [1, -1]},
+        {"prompt_ids": [tiny_pair.VOCAB]},
+        {},
+        {"prompt": "hi", "prompt_ids": [1]},
+    ],
+    ids=str,
+)
+def test_prompts_of_another_type(wrong: dict[str, Any], engine: Engine) -> None:
+    """Guards against a bare TypeError or ValueError, and against 1.5 that is taken for token 1."""
+    with pytest.raises(PromptError):
+        engine.generate(**wrong)
+
+
+def test_stop_tokens_outside_the_vocabulary(engine: Engine) -> None:
+    """Guards against a stop token that can never come: the text would run to its limit without a word."""
+    last = SamplingParams(max_new_tokens=1, stop_token_ids=[tiny_pair.VOCAB - 1])
+    assert engine.generate(prompt_ids=torch.tensor([1, 2]), params=last).token_ids  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"stop_token_ids holds {tiny_pair.VOCAB}, .* 0 to {tiny_pair.VOCAB - 1}"):
+        engine.generate("hi", SamplingParams(stop_token_ids=[tiny_pair.VOCAB]))
 
 
 def test_prompt_longer_than_the_context(target: Path, draft: Path) -> None:

@@ -50,6 +50,7 @@ def test_usage_errors(cli: CommandLine, words: list[str]) -> None:
         (["generate", "hi", "--temperature", "-1"], "temperature"),
         (["generate", "hi", "--stop", ""], "stop string"),
         (["generate", "hi", "--logit-bias", "x"], "--logit-bias"),
+        (["generate", "hi", "--stop-token-id", "-1"], "stop_token_ids holds -1"),
         (["chat", "--min-p", "2"], "min_p"),
         (["demo", "--prompts", "missing.jsonl"], "missing.jsonl"),
         (["demo", "--limit", "0"], "limit"),

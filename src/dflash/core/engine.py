@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -27,6 +27,7 @@ from dflash.core.loop import Clock, speculative_rounds
 from dflash.core.memory import Memory
 from dflash.core.parking import ParkingDrafter
 from dflash.core.protocols import Acceptor, Target
+from dflash.core.requests import Prompt, check_request, encodable, messages_of, token_ids_of
 from dflash.core.stopping import StopRule
 from dflash.core.text import IncrementalText
 from dflash.errors import ConfigError, PromptError
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from dflash.core.calibration import Device
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | Sequence[Mapping[str, str]]
-"""One user message, or a conversation of {"role": ..., "content": ...} messages."""
 
 _DEFAULT_PARAMS = SamplingParams()
 CHECKED_ROWS = 16
@@ -189,13 +187,9 @@ class Engine(ABC):
         if raw:
             if not isinstance(prompt, str):
                 raise PromptError("raw prompts are plain text; messages need the chat template (raw=False).")
-            ids: list[int] = self.tokenizer(_encodable(prompt))["input_ids"]
+            ids: list[int] = self.tokenizer(encodable(prompt))["input_ids"]
             return ids
-        if not isinstance(prompt, Iterable):
-            raise PromptError(f"a prompt is a text or a list of messages, not {type(prompt).__name__}.")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-        if not messages or any(not isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
-            raise PromptError('a conversation is a non-empty list of {"role": ..., "content": ...} with texts.')
+        messages = messages_of(prompt)
         if not self.tokenizer.chat_template:
             raise PromptError(
                 f"the tokenizer of '{self.info.target}' has no chat template; give the prompt as plain text "
@@ -205,7 +199,7 @@ class Engine(ABC):
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise PromptError(f"the chat template refuses these messages ({error}); correct their roles.") from error
-        ids = self.tokenizer(_encodable(text), add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(encodable(text), add_special_tokens=False)["input_ids"]
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -267,8 +261,17 @@ class Engine(ABC):
 
         Raises (at once, before the first round):
             PromptError: empty, too long or with ids outside the vocabulary.
-            ConfigError: exact=True on an engine that was loaded with exact=False, or unusable parameters.
+            ConfigError: exact=True on an engine that was loaded with exact=False, or unusable arguments.
         """
+        check_request(
+            params,
+            drafting=drafting,
+            use_draft=use_draft,
+            exact=exact,
+            raw=raw,
+            profile=profile,
+            vocab_size=self.target.vocab_size,
+        )
         ids = self._prompt_ids(prompt, prompt_ids, raw)
         shared = self.drafter if use_draft else None
         has_model = shared is not None and not isinstance(shared, CopyDrafter)
@@ -334,15 +337,8 @@ class Engine(ABC):
     def _prompt_ids(self, prompt: Prompt | None, prompt_ids: Sequence[int] | None, raw: bool) -> list[int]:
         if (prompt is None) == (prompt_ids is None):
             raise PromptError("give either a prompt or prompt_ids.")
-        if prompt is not None:
-            prompt_ids = self.tokenize(prompt, raw=raw)
-        ids = [int(token) for token in prompt_ids or ()]
-        if wrong := [token for token in ids if not 0 <= token < self.target.vocab_size]:
-            raise PromptError(
-                f"token id {wrong[0]} lies outside the vocabulary of '{self.info.target}' "
-                f"({self.target.vocab_size} tokens); use ids of its own tokenizer."
-            )
-        return ids
+        given = self.tokenize(prompt, raw=raw) if prompt is not None else prompt_ids
+        return token_ids_of(given, self.target.vocab_size, self.info.target)
 
     def _exact(self, exact: bool | None) -> bool:
         if exact and self.info.exactness is None:
@@ -358,15 +354,3 @@ def _count(stats: Stats, step: Round) -> None:
     stats.prefill_seconds = step.total_seconds
     stats.num_tokens = len(step.tokens)
     stats.finish_reason = step.finish_reason
-
-
-def _encodable(text: str) -> str:
-    """`text`, if it is text. Bytes of another encoding on a command line arrive as lone surrogates, which no tokenizer
-    takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"the prompt is not valid Unicode (at character {error.start + 1}); give it in UTF-8."
-        ) from error
-    return text

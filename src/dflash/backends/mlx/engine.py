@@ -5,7 +5,6 @@ Requests are `core/engine.py`, decoding is `core/loop.py`, the models' files are
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
@@ -30,22 +29,21 @@ from dflash.backends.mlx.loading import (
 )
 from dflash.backends.mlx.sampling import MLXAcceptor
 from dflash.backends.mlx.target import MLXTarget
-from dflash.core.autoregressive import CHAIN
 from dflash.core.calibration import Device, load_costs
-from dflash.core.draft_reader import DraftDescription, read_draft
-from dflash.core.drafting import SharedDrafter, engine_drafting
+from dflash.core.draft_reader import DraftDescription
+from dflash.core.drafting import SharedDrafter
 from dflash.core.engine import Engine
 from dflash.core.engine_info import EngineInfo
 from dflash.core.exactness import PROBED_WIDTH, WIDEST_ON_DEVICES, WidthClass
-from dflash.core.language_model import check_same_tokens, folder_is_language_model
+from dflash.core.language_model import check_same_tokens
 from dflash.core.loop import Clock
 from dflash.core.memory import Memory
+from dflash.core.opening import Opening, check_options, open_pair
 from dflash.core.pair import check_shapes
 from dflash.core.pair_checks import TargetTokens, raw_config, token_findings, warn
-from dflash.core.published import warn_of_changes
-from dflash.errors import ConfigError, UnsupportedModel
-from dflash.registry import MLX_DRAFTERS, MODEL_FREE_DRAFTERS, load_attribute
-from dflash.resolve import AUTO, Progress, Source, log_steps, resolve_draft, resolve_target
+from dflash.errors import ConfigError
+from dflash.registry import MLX_DRAFTERS, load_attribute
+from dflash.resolve import AUTO, Progress, Source, log_steps
 from dflash.types import Drafting, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -89,51 +87,46 @@ def load(
     Raises:
         ModelError, ConfigError: with the cure in the message; nothing stays loaded.
     """
+    check_options(dtype=dtype, device=device, num_threads=num_threads, exact=exact, progress=progress)
     report = progress or log_steps(logger)
     _check_options(num_threads, kv_bits)
     check_device(device)
     chosen_dtype = choose_dtype(dtype)
-    target_source = resolve_target(os.fspath(target), allow_code=trust_remote_code, progress=report)
-    draft_name = None if draft is None else os.fspath(draft)
-    model_free = MODEL_FREE_DRAFTERS.get(draft_name or "")
-    draft_source = None
-    if draft_name is not None and model_free is None:
-        draft_source = resolve_draft(draft_name, target_source, progress=report)
-    # The draft's description is read first: a wrong one should not cost the loading of the target.
-    is_model = draft_source is not None and folder_is_language_model(draft_source.path)
-    description = None if draft_source is None or is_model else read_draft(draft_source.path)
-    config = None if description is None else description.config
-    if draft_source is not None and config is not None:
-        if config.kind not in MLX_DRAFTERS:
-            raise UnsupportedModel(
-                f"draft '{draft_source.name}' is of kind {config.kind}, which the MLX backend does not run (it runs "
-                f"{', '.join(MLX_DRAFTERS)}); use --backend torch."
-            )
-        warn_of_changes(draft_source.name, config)
-    num_rows = 1 + (config.max_proposal if config else CHAIN if is_model else 0)
-    chosen = engine_drafting(drafting, width, None if draft is None else num_rows, has_model=model_free is None)
-    loaded = load_target(target_source, dtype=chosen_dtype, trust_remote_code=trust_remote_code, progress=report)
-    # Likewise the draft's weights before the probe.
-    make_drafter = None
-    if draft_source is not None and description is not None:
-        make_drafter = _load_draft(draft_source, description, loaded, target_source.name, report)
-    elif draft_source is not None:
-        make_drafter = _load_draft_model(draft_source, loaded, target_source.name, chosen_dtype, report)
-    elif model_free is not None:
-        make_drafter = _copies(model_free)
-    exactness = _probe(loaded, num_rows, kv_bits, report) if exact else None
+    pair = open_pair(
+        target,
+        draft,
+        drafting=drafting,
+        width=width,
+        trust_remote_code=trust_remote_code,
+        report=report,
+        backend=MLXEngine.backend,
+        kinds=MLX_DRAFTERS,
+    )
+    loaded = load_target(pair.target, dtype=chosen_dtype, trust_remote_code=trust_remote_code, progress=report)
+    # The draft's weights before the probe: wrong ones should not cost its time.
+    make_drafter = _make_drafter(pair, loaded, chosen_dtype, report)
+    exactness = _probe(loaded, pair.num_rows, kv_bits, report) if exact else None
     shared = MLXTarget(
         loaded.model,
         max_length=loaded.max_length,
-        taps=config.target_layer_ids if config else (),
+        taps=pair.config.target_layer_ids if pair.config else (),
         exact_width=exactness.width if exactness else 1,
         kv_bits=kv_bits,
     )
     drafter = None if make_drafter is None else make_drafter(shared)
-    info = _info(target_source, draft_source, description, shared, exactness, chosen.width)
-    info = info if model_free is None else dataclasses.replace(info, draft=draft_name)
-    info = dataclasses.replace(info, block_size=num_rows) if is_model else info
-    return _engine(loaded, shared, drafter, info, chosen, num_rows=num_rows, report=report)
+    info = _info(pair, shared, exactness)
+    return _engine(loaded, shared, drafter, info, pair.drafting, num_rows=pair.num_rows, report=report)
+
+
+def _make_drafter(pair: Opening, loaded: LoadedTarget, dtype: mx.Dtype | None, report: Progress) -> MakeDrafter | None:
+    """Load what drafts; None = nothing does."""
+    if pair.model_free is not None:
+        return _copies(pair.model_free)
+    if pair.draft is None:
+        return None
+    if pair.description is None:
+        return _load_draft_model(pair.draft, loaded, pair.target.name, dtype, report)
+    return _load_draft(pair.draft, pair.description, loaded, pair.target.name, report)
 
 
 def _engine(
@@ -252,21 +245,15 @@ def _copies(reference: str) -> MakeDrafter:
     return lambda _target: load_attribute(reference)()
 
 
-def _info(
-    target: Source,
-    draft: Source | None,
-    description: DraftDescription | None,
-    shared: MLXTarget,
-    exactness: WidthClass | None,
-    width: int | None,
-) -> EngineInfo:
-    return EngineInfo.of(
-        target,
-        draft,
-        description,
-        width=width,
+def _info(pair: Opening, shared: MLXTarget, exactness: WidthClass | None) -> EngineInfo:
+    info = EngineInfo.of(
+        pair.target,
+        pair.draft,
+        pair.description,
+        width=pair.drafting.width,
         dtype=shared.dtype,
         device=f"mlx {device_name()}",
         num_threads=None,
         exactness=exactness,
     )
+    return pair.named(info)
