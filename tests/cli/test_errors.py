@@ -21,25 +21,57 @@ def dflash(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "part", "page"),
     [
-        ["nonsense"],
-        ["generate", "--nonsense"],
-        ["generate", "a", "b"],
-        ["generate", "hi", "--top-k", "many"],
-        ["prepare"],
-        ["prepare", "p.jsonl"],
-        ["train"],
-        ["demo", "--repeats", "0"],
-        [],
+        (["nonsense"], "'nonsense'", "dflash"),
+        (["--nonsense"], "--nonsense", "dflash"),
+        (["generate", "--nonsense"], "--nonsense", "dflash generate"),
+        (["generate", "a", "b"], "(b)", "dflash generate"),
+        (["generate", "hi", "--top-k", "many"], "'--top-k'", "dflash generate"),
+        (["generate", "hi", "-n"], "'-n'", "dflash generate"),
+        (["prepare"], "prompts", "dflash prepare"),
+        (["prepare", "p.jsonl"], "--out", "dflash prepare"),
+        (["train"], "recipe", "dflash train"),
+        (["demo", "--repeats", "0"], "--repeats", "dflash demo"),
     ],
 )
-def test_usage_errors(cli: CommandLine, words: list[str]) -> None:
-    """Guards against a usage error that loads a model first, or leaves with another code."""
+def test_usage_errors(cli: CommandLine, words: list[str], part: str, page: str) -> None:
+    """Guards against a usage error that loads a model first, leaves with another code, or comes as a drawn box that a
+    log file cannot hold; it names the page of help that lists what there is."""
     outcome = cli.run(*words)
     assert outcome.code == 2
-    assert "Traceback" not in outcome.err + outcome.out
+    assert outcome.out == ""
+    assert outcome.err.startswith("dflash: error: ")
+    assert outcome.err.count("\n") == 1
+    assert part in outcome.err
+    assert f"`{page} --help`" in outcome.err
     assert not cli.loads
+
+
+def test_a_mistyped_command(cli: CommandLine) -> None:
+    """Guards against a refusal that leaves the user to look the name up."""
+    assert cli.run("generte").err == "dflash: error: there is no command 'generte'; did you mean generate?\n"
+
+
+def test_no_words_at_all(cli: CommandLine) -> None:
+    """Guards against help that a script takes for success, and against a version or help that is no success."""
+    outcome = cli.run()
+    assert (outcome.code, outcome.err) == (2, "")
+    assert "Usage: dflash" in outcome.out
+    assert cli.run("--help").code == cli.run("--version").code == cli.run("generate", "--help").code == 0
+
+
+def test_ctrl_c(cli: CommandLine) -> None:
+    """Guards against a traceback, and against the code of success, when a user has had enough while a model loads."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash.load", interrupt)
+        outcome = cli.run("generate", "hi")
+    assert outcome.code in (1, 130)
+    assert "Traceback" not in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -10,23 +10,33 @@ import contextlib
 import errno
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import typer
 
 from dflash.errors import DFlashError
 
 EXIT_USER_ERROR = 2
-"""Also Typer's own code for an unknown option or a missing argument."""
+
+_UsageError: Any = typer.BadParameter.__base__
+"""What Typer raises for an unknown option or a missing argument; it gives no public name to it."""
 
 
 @contextlib.contextmanager
-def reported() -> Iterator[None]:
-    """Run a command; turn a user's error into a line and `SystemExit(2)`, the library's warnings into lines."""
+def reported(command: str = "dflash") -> Iterator[None]:
+    """Run a command; turn a user's error into a line and `SystemExit(2)`, the library's warnings into lines.
+
+    `command`: whose page of help a usage error names. Typer must not report those by itself
+    (`standalone_mode=False`): it draws boxes around them.
+    """
     try:
         with library_log(logging.WARNING):
             yield
     except DFlashError as error:
         _fail(str(error))
+    except _UsageError as error:
+        message = error.format_message().strip().rstrip(".")
+        _fail(f"{message[:1].lower()}{message[1:]}; `{command} --help` lists what there is.")
     except OSError as error:
         # Without a file name it is no file of the user's; a closed pipe (`| head`) is no error to talk about.
         if error.filename is None or error.errno == errno.EPIPE:
