@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash.cache import MANIFEST_FILE, build_once, cache_root, damage, file_sha256
+from dflash.cache import MANIFEST_FILE, SECONDS_PER_DAY, build_once, cache_root, damage, file_sha256, prune, touch
 from dflash.errors import ConfigError
 
 SOURCE = {"file": "toy.gguf", "sha256": "0" * 64}
@@ -187,3 +188,48 @@ def test_each_own_write_that_fails_names_the_variable(
         monkeypatch.setattr(Path, call, refused)
     with pytest.raises(ConfigError, match=r"Permission denied.*DFLASH_CACHE"):
         build_once(tmp_path / "abc", build, source=SOURCE)
+
+
+NOW = 1_000_000_000.0
+
+
+def unused_for(folder: Path, **days: float) -> dict[str, Path]:
+    """Files by name that were used so many days before NOW."""
+    files = {name: folder / name for name in days}
+    for name, file in files.items():
+        file.write_text("x")
+        os.utime(file, (NOW, NOW - days[name] * SECONDS_PER_DAY))
+    return files
+
+
+def test_pruning_keeps_what_is_used(tmp_path: Path) -> None:
+    """Guards against a cache that grows for ever, and against one that drops what was just written or a folder."""
+    unused_for(tmp_path, a=1, b=2, c=3, d=89, e=91)
+    (tmp_path / "folder").mkdir()
+    prune(tmp_path, most=10, days=90, now=NOW)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c", "d", "folder"}
+    prune(tmp_path, most=2, days=90, keep=tmp_path / "d", now=NOW)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "d", "folder"}
+
+
+def test_touching_is_using(tmp_path: Path) -> None:
+    """Guards against dropping by age of writing: what every load reads is the last to go."""
+    files = unused_for(tmp_path, a=80, b=1)
+    touch(files["a"])
+    prune(tmp_path, most=1, days=1e9)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    touch(tmp_path / "missing")
+    assert not (tmp_path / "missing").exists()
+
+
+def test_pruning_never_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a load that fails over its cache: no folder, another process that is quicker, no permission."""
+    prune(tmp_path / "missing", most=1, days=1)
+    unused_for(tmp_path, a=1, b=100)
+
+    def refuse_to(_: Path) -> None:
+        raise PermissionError(13, "denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse_to)
+    prune(tmp_path, most=0, days=1, now=NOW)
+    assert len(list(tmp_path.iterdir())) == 2

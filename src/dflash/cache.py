@@ -13,8 +13,9 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from filelock import FileLock, Timeout
 
 from dflash.errors import CheckpointError, ConfigError
 
+SECONDS_PER_DAY = 86400.0
 MANIFEST_FILE = "dflash-manifest.json"
 _MANIFEST_VERSION = 1
 _FIRST_LOCK_TRY_SECONDS = 0.2
@@ -51,6 +53,39 @@ def file_sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def prune(folder: Path, *, most: int, days: float, keep: Path | None = None, now: float | None = None) -> None:
+    """Drop the files of a cache folder that nobody has used for `days`, and the longest unused ones beyond `most`.
+
+    For files that are cheap to make again; one is used when its time of modification says so (`touch`). `keep` is never
+    dropped; `now` (seconds of the epoch) replaces the clock in tests. Never fails: what cannot be looked at or removed,
+    because another process has removed it or the folder is read-only, stays.
+    """
+    now = time.time() if now is None else now
+    used: dict[Path, float] = {}
+    try:
+        files = list(folder.iterdir())
+    except OSError:
+        return
+    for file in files:
+        with suppress(OSError):
+            if file.is_file():
+                used[file] = file.stat().st_mtime
+    if keep is not None:
+        used.pop(keep, None)
+        most -= 1
+    newest_first = sorted(used, key=lambda file: used[file], reverse=True)
+    for place, file in enumerate(newest_first):
+        if place >= most or now - used[file] > days * SECONDS_PER_DAY:
+            with suppress(OSError):
+                file.unlink()
+
+
+def touch(file: Path) -> None:
+    """Say that a cached file has been used; a cache that cannot be written is no error."""
+    with suppress(OSError):
+        os.utime(file)
 
 
 def build_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from dflash import Drafting, SamplingParams
 from dflash.cli.report import stats_line, stats_record
-from dflash.core.calibration import costs_path, load_costs, measure, write_costs
+from dflash.core.calibration import MOST_KEPT, costs_path, load_costs, measure, write_costs
 from dflash.core.cost import CostCurve, CostTracker
 from dflash.core.drafting import CopyDrafter
 from dflash.core.engine import Engine
@@ -130,11 +131,18 @@ def test_measured_costs_are_kept_and_damage_is_measured_anew(trained: Engine, tm
     write_costs(path, CostCurve.guess(7.0), None)
     known = load_costs(trained.target, trained.drafter, trained.info, trained.device(), max_rows=trained.max_rows)
     assert known.verify(1, 0) == 7.0
+    os.utime(path, (1.0, 1.0))
+    load_costs(trained.target, trained.drafter, trained.info, trained.device(), max_rows=trained.max_rows)
+    assert path.stat().st_mtime > 1  # used: the last to be dropped
     path.write_text("{")
     anew = load_costs(trained.target, trained.drafter, trained.info, trained.device(), max_rows=trained.max_rows)
     assert 0 < anew.verify(1, 0) < 7.0
     assert json.loads(path.read_text())["verify"]["rows"] == [1, 2, 4, 8, 16]
     write_costs(tmp_path / "file" / "x", verify, draft)
+    for number in range(MOST_KEPT + 3):
+        write_costs(tmp_path / "many" / f"{number}.json", verify, draft)
+    assert len(list((tmp_path / "many").iterdir())) == MOST_KEPT
+    assert (tmp_path / "many" / f"{MOST_KEPT + 2}.json").is_file()
     (tmp_path / "plain").write_text("")
     write_costs(tmp_path / "plain" / "x", verify, draft)  # a cache that cannot be written is no error
 

@@ -142,7 +142,7 @@ def test_command(pair: Pair, backend: str, command_line: CommandLine) -> None:
     outcome = run(command_line, pair, pair.draft, "--json", backend=backend)
     assert outcome.code == 0, outcome.err
     record = json.loads(outcome.out)
-    assert record["usable"] is True
+    assert (record["usable"], record["acceptance_judged"]) == (True, True)
     assert record["description"]["taps"]["origin"]
     assert record["description"]["draft sha256"]["value"]
     assert set(record["probe"]["variants"]) == {
@@ -156,6 +156,18 @@ def test_command(pair: Pair, backend: str, command_line: CommandLine) -> None:
     assert shown.code == 0
     for word in ("verdict: usable", "accepted by slot", "other anchor reading", "draft temperature", "theta 10000"):
         assert word in shown.out
+
+
+def test_too_few_places(pair: Pair, backend: str, command_line: CommandLine) -> None:
+    """Guards against "usable" beside "too few places to judge", and against a judgement by three places: what was
+    judged (the description) decides the code, what was not is said."""
+    outcome = run(command_line, pair, pair.draft, "-n", "4", backend=backend)
+    assert outcome.code == 0
+    assert "only 3 places were probed" in outcome.out
+    assert "verdict: read without contradiction; acceptance, anchor and taps not judged" in outcome.out
+    assert "not better" not in outcome.out
+    record = json.loads(run(command_line, pair, pair.draft, "-n", "4", "--json", backend=backend).out)
+    assert (record["usable"], record["acceptance_judged"]) == (True, False)
 
 
 def test_exit_codes(pair: Pair, command_line: CommandLine, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -300,12 +301,32 @@ def test_draft_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [None, "", "{}", "[]", "[5, 4]", "[4, 4]", "[0, 97]", "[-1, 2]", "[1.0]", "[true, 3]", "[90]", '["a"]']
+    ("content", "part"),
+    [
+        (None, "cannot read|does not exist|no such"),
+        ("", "cannot read"),
+        ("{}", "a list of token ids, not a dict"),
+        ("5", "not a int"),
+        ("[]", "is empty"),
+        ("[5, 4]", "entry 1 is 4, below"),
+        ("[4, 4]", "entry 1 is 4, which stands in the list already"),
+        ("[4, 5, 4]", "entry 2 is 4, which stands in the list already"),
+        ("[0, 97]", "entry 1 is 97, outside the vocabulary .ids 0 to 96"),
+        ("[-1, 2]", "entry 0 is -1, outside"),
+        ("[1.0]", "entry 0 is '1.0', which is no whole number"),
+        ("[true, 3]", "entry 0 is 'True'"),
+        ('["a"]', "entry 0 is 'a'"),
+        ("[90]", "90, the mask id, is the only entry"),
+        (str([0] * 1000), "larger than a list of 97 ids"),
+    ],
 )
-def test_bad_draft_vocabularies(tmp_path: Path, content: str | None) -> None:
-    """Guards against ids outside the head, in another order (argmax would map to wrong tokens), or the mask alone."""
-    with pytest.raises(CheckpointError, match=r"ids\.json"):
+def test_bad_draft_vocabularies(tmp_path: Path, content: str | None, part: str) -> None:
+    """Guards against ids outside the head, in another order (argmax would map to wrong tokens), or the mask alone; and
+    against one sentence for all of these, which sends the user to read thousands of numbers."""
+    with pytest.raises(CheckpointError, match=r"ids\.json") as caught:
         vocabulary(tmp_path, content)
+    assert re.search(part, str(caught.value), re.IGNORECASE), caught.value
+    assert "export the draft again" in str(caught.value) or content is None
 
 
 @pytest.mark.parametrize("name", ["../ids.json", "/tmp/ids.json", 5])

@@ -169,9 +169,9 @@ BAD: dict[str, tuple[dict[str, Any], Tensors, dict[str, bytes] | None, type[Exce
         CheckpointError,
         r"k_proj.weight has shape \[16, 32\], not \[16, 64\]",
     ),
-    "d2t out of range": (SAFEAILAB, held(), table(np.full(K, V - 4)), CheckpointError, "increasing and below 97"),
-    "d2t negative": (SAFEAILAB, held(), table(np.arange(K) - 1), CheckpointError, "increasing and below 97"),
-    "d2t not increasing": (SAFEAILAB, held(), table(-np.arange(K)), CheckpointError, "increasing and below 97"),
+    "d2t out of range": (SAFEAILAB, held(), table(np.full(K, V - 4)), CheckpointError, "entry 4 is 97, outside"),
+    "d2t negative": (SAFEAILAB, held(), table(np.arange(K) - 1), CheckpointError, "entry 0 is -1, outside"),
+    "d2t not increasing": (SAFEAILAB, held(), table(-np.arange(K)), CheckpointError, "entry 1 is 0, which stands"),
     "t2d of another": (SAFEAILAB, held(), table() | {"t2d": bytes(V)}, CheckpointError, "name different ids"),
     "no d2t": (SAFEAILAB, held(d2t=None), None, CheckpointError, "no table d2t.*export the draft again"),
     "no head": (

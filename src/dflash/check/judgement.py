@@ -16,14 +16,20 @@ REPLAY_SHARE = 0.1
 """Share of rounds in which the loop may have fewer guesses right than fresh states: rounding of near-ties."""
 
 
+def can_judge(figures: Figures | None) -> bool:
+    """Whether the probe saw enough to say anything about acceptance, anchor and taps; None = it did not run."""
+    return figures is not None and figures.num_places >= LEAST_PLACES
+
+
 def judge(figures: Figures) -> list[Finding]:
     """All findings; errors where the draft must not be used as it is configured."""
-    if figures.num_places < LEAST_PLACES:
+    if not can_judge(figures):
         return [
             Finding(
                 "warning",
                 "probe",
-                f"only {figures.num_places} places were probed, too few to judge; give other prompts with --prompts.",
+                f"only {figures.num_places} places were probed, and fewer than {LEAST_PLACES} say nothing about "
+                "acceptance, anchor and taps; raise --max-new-tokens or give other prompts with --prompts.",
             )
         ]
     return [*_variants(figures), *_noise(figures), *_temperature(figures), *_replay(figures)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash.check.conflicts import code_note, config_conflicts
 from dflash.check.description import PairFacts, Row, describe
-from dflash.check.judgement import judge
+from dflash.check.judgement import can_judge, judge
 from dflash.check.pair import PairSubject
 from dflash.check.probe import Figures, probe
 from dflash.check.prompts import prompt_ids
@@ -42,8 +42,13 @@ class CheckReport:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing speaks against using the pair."""
+        """Whether nothing that was judged speaks against using the pair."""
         return not has_errors(self.findings)
+
+    @property
+    def acceptance_judged(self) -> bool:
+        """Whether the probe saw enough to judge acceptance, anchor and taps."""
+        return can_judge(self.figures)
 
 
 def check(

@@ -1,4 +1,5 @@
-"""`dflash check`: is this draft read as it was meant? Exit code 0 if it is usable, 1 if not, 2 for bad input."""
+"""`dflash check`: is this draft read as it was meant? Exit code 1 if something that was judged speaks against the pair,
+0 if nothing does, 2 for bad input."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def check(
     """Show how a draft is read, and find out on a few prompts whether that is right.
 
     Compares the draft as it is configured with the other reading of its anchor and with taps one layer off. Ends with
-    exit code 1 if the pair should not be used.
+    exit code 1 if something speaks against the pair. With too few places to judge, the verdict says so.
     """
     asked = questions(prompts, limit if prompts is not None or limit is not None else BUILT_IN_PROMPTS)
     with progress_bar("starting") as progress:
@@ -79,6 +80,7 @@ def record(found: CheckReport) -> dict[str, Any]:
     """The report as JSON values."""
     return {
         "usable": found.usable,
+        "acceptance_judged": found.acceptance_judged,
         "target": found.target,
         "draft": found.draft,
         "description": {row.name: {"value": row.value, "origin": row.origin} for row in found.rows},
@@ -114,16 +116,21 @@ def _print(console: Console, found: CheckReport) -> None:
             table.add_row(row.name, Text(row.value), Text(row.origin, style="dim"))
         console.print(table)
     if found.figures is not None and found.figures.num_places:
-        _print_figures(console, found.figures)
+        _print_figures(console, found.figures, judged=found.acceptance_judged)
     for finding in found.findings:
         console.print(
             f"{finding.severity}: {finding.subject}: {finding.message}", markup=False, highlight=False, soft_wrap=True
         )
-    verdict = "usable" if found.usable else "not usable as it is"
-    console.print(f"verdict: {verdict}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"verdict: {_verdict(found)}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_figures(console: Console, figures: Figures) -> None:
+def _verdict(found: CheckReport) -> str:
+    if not found.usable:
+        return "not usable as it is"
+    return "usable" if found.acceptance_judged else "read without contradiction; acceptance, anchor and taps not judged"
+
+
+def _print_figures(console: Console, figures: Figures, *, judged: bool) -> None:
     from rich.table import Table
 
     table = Table(
@@ -135,8 +142,8 @@ def _print_figures(console: Console, figures: Figures) -> None:
     table.add_row("accepted by slot", " ".join(f"{share:.0%}" for share in figures.acceptance_per_slot))
     table.add_row("as configured", f"{figures.agreement:.2f} tokens per guess")
     for name, one in figures.comparisons().items():
-        judged = "better" if one.is_better else "not better"
-        table.add_row(name, f"{one.mean:.2f} tokens per guess, {judged} ({one.deviations:+.1f} standard errors)")
+        word = ("better" if one.is_better else "not better") if judged else "not judged"
+        table.add_row(name, f"{one.mean:.2f} tokens per guess, {word} ({one.deviations:+.1f} standard errors)")
     fit = figures.temperature()
     if fit is not None:
         table.add_row(

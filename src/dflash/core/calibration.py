@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash import __version__
-from dflash.cache import cache_root
+from dflash.cache import cache_root, prune, touch
 from dflash.core.adaptive import as_asker
 from dflash.core.cost import CostCurve, CostTracker
 from dflash.core.drafting import CopyDrafter, SharedDrafter
@@ -42,6 +42,9 @@ LEAST_SWEEPS = 2
 """Sweeps that are made whatever they take, unless warming up already took longer than SLOW_SECONDS."""
 SLOW_SECONDS = 6.0
 """Then the times of warming up are taken: noise of milliseconds does not matter among forwards of seconds."""
+
+MOST_KEPT, DAYS_KEPT = 64, 90
+"""Measurements that the cache keeps: of the pairs used last, and not longer unused than so many days."""
 
 Clock = Callable[[], float]
 Curves = tuple[CostCurve, CostCurve | None]
@@ -194,16 +197,19 @@ def _read(path: Path) -> Curves | None:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         draft = raw["draft"]
+        touch(path)
         return CostCurve.from_json(raw["verify"]), None if draft is None else CostCurve.from_json(draft)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def write_costs(path: Path, verify: CostCurve, draft: CostCurve | None) -> None:
-    """Keep the curves, whole or not at all; a cache that cannot be written is no error."""
+    """Keep the curves, whole or not at all, in the place of those that were not used for long; a cache that cannot be
+    written is no error."""
     text = json.dumps({"verify": verify.to_json(), "draft": None if draft is None else draft.to_json()})
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
             file.write(text)
         os.replace(file.name, path)
+        prune(path.parent, most=MOST_KEPT, days=DAYS_KEPT, keep=path)

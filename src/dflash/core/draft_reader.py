@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ from dflash.registry import DIALECTS, load_attribute
 
 _BYTES_PER_ID = 24
 """Of a token id in a JSON list, spaces included."""
+_LONGEST_SHOWN = 20
+_EXPORT_AGAIN = "export the draft again."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,18 +134,39 @@ def read_draft_vocabulary(folder: Path, config: DraftConfig) -> tuple[int, ...] 
         return None
     path = inside(folder, config.draft_vocabulary_file)
     if regular_size(path) > _BYTES_PER_ID * config.vocab_size:
-        raise CheckpointError(f"{path} is larger than a list of {config.vocab_size} ids; export the draft again.")
+        raise CheckpointError(f"{path} is larger than a list of {config.vocab_size} ids; {_EXPORT_AGAIN}")
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read the draft vocabulary {path} ({error}); export the draft again.") from error
-    good = isinstance(ids, list) and all(type(i) is int and 0 <= i < config.vocab_size for i in ids)
-    if not good or not set(ids) - {config.mask_token_id} or any(b <= a for a, b in pairwise(ids)):
-        raise CheckpointError(
-            f"{path} must list increasing token ids below {config.vocab_size}, the mask id not alone; "
-            "export the draft again."
-        )
+        raise CheckpointError(f"cannot read the draft vocabulary {path} ({error}); {_EXPORT_AGAIN}") from error
+    if not isinstance(ids, list):
+        raise CheckpointError(f"{path} must hold a list of token ids, not a {type(ids).__name__}; {_EXPORT_AGAIN}")
+    if (fault := _fault_of_ids(ids, config)) is not None:
+        raise CheckpointError(f"{path}: {fault}; {_EXPORT_AGAIN}")
     return tuple(ids)
+
+
+def _fault_of_ids(ids: Sequence[object], config: DraftConfig) -> str | None:
+    """Why these are not the ids that the rows of a reduced head stand for, the first fault in words; None if they are:
+    ascending ids of the target, another one beside the mask id."""
+    if not ids:
+        return "the list of token ids is empty"
+    seen: set[int] = set()
+    highest = -1
+    for place, token in enumerate(ids):
+        if type(token) is not int:
+            return f"entry {place} is {str(token)[:_LONGEST_SHOWN]!r}, which is no whole number"
+        if not 0 <= token < config.vocab_size:
+            return f"entry {place} is {token}, outside the vocabulary (ids 0 to {config.vocab_size - 1})"
+        if token in seen:
+            return f"entry {place} is {token}, which stands in the list already"
+        if token < highest:
+            return f"entry {place} is {token}, below one before it: the ids must ascend"
+        seen.add(token)
+        highest = token
+    if seen == {config.mask_token_id}:
+        return f"{config.mask_token_id}, the mask id, is the only entry, and it is never proposed"
+    return None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -180,13 +202,14 @@ def _vocabulary(folder: Path, config: DraftConfig, skipped: Mapping[str, StoredT
     table = skipped[DRAFT_TO_TARGET].file
     if offsets.shape != (config.draft_vocab_size,):
         raise CheckpointError(
-            f"{table}: {DRAFT_TO_TARGET} has {list(offsets.shape)} rows, not {config.draft_vocab_size}."
+            f"{table}: {DRAFT_TO_TARGET} has the shape {list(offsets.shape)}, but the head has "
+            f"{config.draft_vocab_size} rows; {_EXPORT_AGAIN}"
         )
     ids = np.arange(len(offsets)) + offsets
-    if ids.min() < 0 or ids.max() >= config.vocab_size or bool((np.diff(ids) <= 0).any()):
+    if (fault := _fault_of_ids(ids.tolist(), config)) is not None:
         raise CheckpointError(
-            f"{table}: {DRAFT_TO_TARGET} must turn row j into the id j + d2t[j], increasing and below "
-            f"{config.vocab_size}; these are no such offsets. Export the draft again."
+            f"{table}: {DRAFT_TO_TARGET} must turn row j into the id j + {DRAFT_TO_TARGET}[j], but of these ids "
+            f"{fault}; {_EXPORT_AGAIN}"
         )
     kept = skipped.get(TARGET_TO_DRAFT)
     if kept is not None and not np.array_equal(np.flatnonzero(read_integers(kept)), ids):
