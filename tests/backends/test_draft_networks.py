@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dflash.backends.torch import packing
 from dflash.backends.torch.draft_attention import rotary_tables
-from dflash.backends.torch.draft_model import DraftModel
+from dflash.backends.torch.draft_model import DraftLayer, DraftModel
 from dflash.backends.torch.drafters.block import BlockDrafter, BlockSession
 from dflash.backends.torch.drafters.dspark import DSparkSession
 from dflash.backends.torch.sampling import TorchAcceptor
@@ -96,12 +97,30 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def decoding(draft: DraftModel, monkeypatch: pytest.MonkeyPatch, *, room: bool) -> DraftModel:
+    """`draft` with its layers joined, and packed if there is room; its state dict stays what it was."""
+    before = {name: value.clone() for name, value in draft.state_dict().items()}
+    if not room:
+        monkeypatch.setattr(packing, "available_bytes", lambda: 1)
+    draft.for_decoding()
+    after = draft.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert any(isinstance(module, packing.PackedLinear) for module in draft.modules()) == (room and packing.can_pack())
+    return draft
+
+
+@pytest.mark.parametrize("form", ["apart", "joint", "joint and packed"])
 @pytest.mark.parametrize("case", BACKBONES)
-def test_the_network_is_the_specification(case: str) -> None:
+@torch.no_grad()
+def test_the_network_is_the_specification(case: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against every reading of window, causality, sinks, biases, rotary and convolution but the stated one: the
-    training form with three blocks at once, and the inference form with room behind the context."""
+    training form with three blocks at once, and the inference form with room behind the context; layers apart as in
+    training, and joined as in decoding."""
     config = dataclasses.replace(BASE, **BACKBONES[case])
     draft = network(config)
+    if form != "apart":
+        decoding(draft, monkeypatch, room=form == "joint and packed")
     anchors = [0, 5, 19]
     features, embedded = random(20, 2 * H), random(3, BLOCK, H, seed=1)
     weights = slow_draft.weights_of(draft.state_dict())
@@ -117,6 +136,19 @@ def test_the_network_is_the_specification(case: str) -> None:
         alone = draft.project_context(features[None, :anchor], positions[:, :anchor])
         inferred = draft(embedded[None, number : number + 1], torch.tensor([[anchor]]), alone)[0, 0]
         np.testing.assert_allclose(inferred.numpy(), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_joined_layers_hold_their_weights_once() -> None:
+    """Fault: a draft of gigabytes is held twice because its layers were joined; only context keys and values are."""
+    draft = network(dataclasses.replace(BASE, attention_bias=True))
+    draft.for_decoding()
+    layer = next(iter(draft.layers))
+    assert isinstance(layer, DraftLayer)
+    for parts in (
+        (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+        (layer.mlp.gate_proj, layer.mlp.up_proj),
+    ):
+        assert len({part.weight.untyped_storage().data_ptr() for part in parts}) == 1
 
 
 def test_the_cases_differ() -> None:

@@ -63,7 +63,7 @@ def drafter_for(target: TorchTarget, weights: str) -> Eagle3Drafter:
     network = random_eagle3(config, ids=REDUCED if weights == "reduced" else None)
     drafter = Eagle3Drafter(network, target)
     if weights == "adversarial":
-        drafter.head_KH = -50 * drafter.head_KH
+        drafter.score = lambda hidden: -50 * hidden @ drafter.head_KH.T
     return drafter
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dflash.backends.torch.fused import FusedLinears, packed
 from dflash.core.draft_config import DraftConfig, LayerAttention, Yarn
 
 
@@ -148,20 +149,37 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(width, eps=config.rms_norm_eps)
         sinks = config.attention_of(number).sinks
         self.attention_sink_bias = nn.Parameter(torch.zeros(heads)) if sinks else None
+        self._fused: FusedLinears | None = None
+
+    def fuse(self, *, packs: bool) -> None:
+        """Project block rows by one matmul from now on (fused.py)."""
+        self._fused = FusedLinears([self.q_proj, self.k_proj, self.v_proj], packs=packs)
+        self.o_proj = packed(self.o_proj) if packs else self.o_proj
 
     def project_context(self, context_NSH: Tensor, rotary_SD: Rotary) -> ContextKV:
         """K/V of context rows: they depend on the fused features alone, so they are computed once per token."""
-        n, s, _ = context_NSH.shape
-        keys = self.k_norm(self.k_proj(context_NSH).view(n, s, self.num_kv_heads, self.head_dim)).transpose(1, 2)
-        values = self.v_proj(context_NSH).view(n, s, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        return self.as_context(self.k_proj(context_NSH), self.v_proj(context_NSH), rotary_SD)
+
+    def as_context(self, keys_NSE: Tensor, values_NSE: Tensor, rotary_SD: Rotary) -> ContextKV:
+        """Context rows from what the key and value projections gave, E = K * D."""
+        n, s, _ = keys_NSE.shape
+        keys = self.k_norm(keys_NSE.view(n, s, self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        values = values_NSE.view(n, s, self.num_kv_heads, self.head_dim).transpose(1, 2)
         return ContextKV(rotate(keys, rotary_SD), values)
+
+    def _project(self, u_NABH: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of block rows."""
+        if self._fused is not None:
+            return self._fused(u_NABH)
+        return self.q_proj(u_NABH), self.k_proj(u_NABH), self.v_proj(u_NABH)
 
     def forward(self, u_NABH: Tensor, context: ContextKV, rotary: Rotary, mask: BlockMask = ALL_VISIBLE) -> Tensor:
         """`rotary` tables are [N, A, B, 1, D]; `mask` is added to the scores."""
         n, a, b, _ = u_NABH.shape
-        queries = rotate(self.q_norm(self.q_proj(u_NABH).view(n, a, b, self.num_heads, self.head_dim)), rotary)
-        keys = rotate(self.k_norm(self.k_proj(u_NABH).view(n, a, b, self.num_kv_heads, self.head_dim)), rotary)
-        values = self.v_proj(u_NABH).view(n, a, b, self.num_kv_heads, self.head_dim)
+        projected = self._project(u_NABH)
+        queries = rotate(self.q_norm(projected[0].view(n, a, b, self.num_heads, self.head_dim)), rotary)
+        keys = rotate(self.k_norm(projected[1].view(n, a, b, self.num_kv_heads, self.head_dim)), rotary)
+        values = projected[2].view(n, a, b, self.num_kv_heads, self.head_dim)
         unmasked = mask.context_NABS is None and mask.block_BB is None
         plain = a == 1 and unmasked and self.attention_sink_bias is None
         mixed = (

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from dflash.backends.torch.draft_attention import RMSNorm, Rotary, rotary_tables, rotate
 from dflash.backends.torch.draft_model import MLP
+from dflash.backends.torch.packing import KernelChoice, pack_linears
 from dflash.core.eagle3_config import Eagle3Config, Llama3Rope
 
 
@@ -135,6 +136,10 @@ class Eagle3Model(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if config.owns_embedding else None
         rows = config.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(hidden, rows, bias=False) if config.owns_head else None
+
+    def for_decoding(self) -> None:
+        """Run on packed weights from now on where that pays, see `DraftModel.for_decoding`."""
+        pack_linears(self, choice=KernelChoice(packs_single=True))
 
     def fuse(self, features_RF: Tensor) -> Tensor:
         """One state [R, H] from the taps of each row, concatenated in their order."""

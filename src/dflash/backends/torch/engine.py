@@ -234,6 +234,7 @@ def _load_draft(
     # float16 overflows in the feature fusion of real targets; the drafter casts at its border.
     dtype = torch.float32 if model.dtype == torch.float16 else model.dtype
     network = load_described(description, model.device, dtype, name=source.name)
+    network.for_decoding()
     return functools.partial(load_attribute(DRAFTERS[config.kind]), network)
 
 
@@ -244,7 +245,8 @@ def _load_draft_model(source: Source, target: LoadedTarget, target_name: str, re
     check_same_tokens(
         loaded.tokenizer.get_vocab(), target.tokenizer.get_vocab(), draft_name=source.name, target_name=target_name
     )
-    return functools.partial(load_attribute(DRAFTERS["autoregressive"]), TorchTarget(loaded.model))
+    pack_linears(loaded.model)
+    return functools.partial(load_attribute(DRAFTERS["autoregressive"]), TorchTarget(loaded.model, packs_single=True))
 
 
 def _copies(reference: str) -> MakeDrafter:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from dflash.backends.torch.memory import available_bytes
 
@@ -34,18 +34,21 @@ MOST_SHARE = 0.25
 
 
 class KernelChoice(threading.local):
-    """What the running forward of this thread wants; shared by the packed layers of a model."""
+    """What the running forward of this thread wants; shared by the packed layers of a model.
 
-    packs_single = False
-    """Single rows run on the packed weights as several rows do: for exactness, or because it is faster here."""
+    `packs_single`: single rows run on the packed weights as several rows do, for exactness or because it is faster.
+    """
+
+    def __init__(self, *, packs_single: bool = False) -> None:
+        """What holds in a thread that has not chosen."""
+        self.packs_single = packs_single
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Linear):
     """`nn.Linear` with a second copy of its weight in oneDNN's layout."""
 
     def __init__(self, linear: nn.Linear, choice: KernelChoice) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.choice = choice
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
@@ -69,44 +72,52 @@ def can_pack() -> bool:
     )
 
 
-def pack_linears(model: PreTrainedModel, *, available: int | None = None) -> int:
+def pack_linears(model: nn.Module, *, choice: KernelChoice | None = None, available: int | None = None) -> int:
     """Replace the linear layers of `model` by packed ones where that is known to pay: float32, on a CPU.
 
     Other devices and dtypes, subclasses of `nn.Linear` (quantised, adapters), weights of a tensor class of their own
     (torchao's quantised ones, which call themselves float32) and PyTorch builds without oneDNN are left as they are.
     Names, weights and state dict of the model stay the same; changing a weight afterwards leaves its packed copy stale.
-    Costs the memory of these weights once more, and so is not done beyond MOST_BYTES or beyond MOST_SHARE of the memory
-    that is available now: such models decode as well, with padded forwards in exact mode.
+    Costs the memory of these weights once more, and so is not done where `has_room` says no: such models decode as
+    well, with padded forwards in exact mode.
 
     Args:
+        choice: what its layers ask; None = one of the model's own, which says no until a forward says otherwise.
         available: bytes of memory that may still be used; None = ask the system.
 
     Returns:
         Number of layers replaced.
     """
-    if not can_pack():
-        return 0
     found = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and _is_plain(child.weight)
+        if type(child) is nn.Linear and is_packable(child.weight)
     ]
-    needed = sum(child.weight.nbytes for _, _, child in found)
-    available = available_bytes() if available is None else available
-    if needed > min(MOST_BYTES, MOST_BYTES if available is None else MOST_SHARE * available):
-        logger.info("weights are not packed: their second copy would take %.1f GiB", needed / 2**30)
+    if not has_room([child.weight for _, _, child in found], available=available):
         return 0
-    choice = kernel_choice(model) or KernelChoice()
+    choice = choice or kernel_choice(model) or KernelChoice()
     for parent, name, child in found:
         parent.register_module(name, PackedLinear(child, choice))
     return len(found)
 
 
-def _is_plain(weight: torch.Tensor) -> bool:
-    return type(weight.data) is torch.Tensor and weight.device.type == "cpu" and weight.dtype == torch.float32
+def is_packable(weight: torch.Tensor) -> bool:
+    """Whether packing this weight can pay."""
+    plain = type(weight.data) is torch.Tensor and weight.device.type == "cpu" and weight.dtype == torch.float32
+    return plain and can_pack()
 
 
-def kernel_choice(model: PreTrainedModel) -> KernelChoice | None:
+def has_room(weights: Sequence[torch.Tensor], *, available: int | None = None) -> bool:
+    """Whether second copies of these weights fit into what packing may take. `available`: bytes; None = ask."""
+    needed = sum(weight.nbytes for weight in weights)
+    available = available_bytes() if available is None else available
+    if needed <= min(MOST_BYTES, MOST_BYTES if available is None else MOST_SHARE * available):
+        return True
+    logger.info("weights are not packed: their second copy would take %.1f GiB", needed / 2**30)
+    return False
+
+
+def kernel_choice(model: nn.Module) -> KernelChoice | None:
     """The object by which a forward of a packed model says what it wants; None if nothing is packed."""
     return next((module.choice for module in model.modules() if isinstance(module, PackedLinear)), None)

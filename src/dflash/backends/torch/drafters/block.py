@@ -7,7 +7,7 @@ How slots become tokens is the drafter's own: a subclass of `BlockSession` with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from dflash.backends.torch.draft_attention import ContextKV
 from dflash.backends.torch.draft_model import DraftModel
 from dflash.backends.torch.drafters.table import candidate_table
+from dflash.backends.torch.fused import packed
+from dflash.backends.torch.packing import has_room
 from dflash.backends.torch.target import TorchTarget
 from dflash.types import CandidateTable, Proposal
 
@@ -54,6 +56,8 @@ class BlockDrafter:
             head = head[rows.to(head.device)]
         # A target that is spread over several devices may keep its head on another one than its embedding.
         self.head_KH = head.to(device=target.device, dtype=dtype)
+        self.score = scorer(self.head_KH, target)
+        """Logits [..., K] of normed states [..., H], without the draft's own scale or cap."""
 
     def session(self) -> BlockSession:
         """A fresh drafter for one request."""
@@ -76,6 +80,15 @@ def own_or_target(own: nn.Module | None, theirs_VH: Tensor) -> Tensor:
         own.weight = nn.Parameter(theirs_VH.detach(), requires_grad=False)
         return theirs_VH
     return weight
+
+
+def scorer(head_KH: Tensor, target: TorchTarget) -> Callable[[Tensor], Tensor]:
+    """The product with a head's rows, on packed weights where there is room; the target's own head is packed once."""
+    if head_KH.data_ptr() == target.head_weight.data_ptr() and head_KH.shape == target.head_weight.shape:
+        return target.head
+    head = nn.Linear(head_KH.shape[1], head_KH.shape[0], bias=False, device="meta")
+    head.weight = nn.Parameter(head_KH, requires_grad=False)
+    return packed(head) if has_room([head_KH]) else head
 
 
 class BlockSession:
@@ -169,7 +182,7 @@ class BlockSession:
     def _logits(self, hidden_TH: Tensor) -> Tensor:
         """Logits [T, K] of the scored rows; the mask id is never the largest."""
         shared = self._shared
-        logits = shared.network.finish_logits(hidden_TH @ shared.head_KH.T)
+        logits = shared.network.finish_logits(shared.score(hidden_TH))
         if shared.token_ids_K is None:
             logits[:, shared.network.config.mask_token_id] = -torch.inf
         return logits

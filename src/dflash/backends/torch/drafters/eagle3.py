@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dflash.backends.torch.drafters.block import own_or_target
+from dflash.backends.torch.drafters.block import own_or_target, scorer
 from dflash.backends.torch.drafters.transitions import Transitions
 from dflash.backends.torch.eagle3_model import Eagle3Model, KeptRows
 from dflash.backends.torch.target import TorchTarget
@@ -38,6 +38,7 @@ class Eagle3Drafter:
         dtype = network.fc.weight.dtype
         self.embed_VH = own_or_target(network.embed_tokens, target.embed_weight).to(dtype)
         self.head_KH = own_or_target(network.lm_head, target.head_weight).to(device=target.device, dtype=dtype)
+        self.score = scorer(self.head_KH, target)
         self.token_ids_K: Tensor | None = None
         """Target id of each scored row; None = row j is id j."""
         if network.vocabulary is not None:
@@ -122,7 +123,7 @@ class Eagle3Session:
             hidden_CH = hidden_1H.expand(len(tokens_C), -1)
             out_CH = network.step(embedded_CH, hidden_CH, self._kept, self._num_rows + slot, first)
             normed_CH = network.norm(out_CH)
-            logits_CK = (normed_CH @ shared.head_KH.T).float()
+            logits_CK = shared.score(normed_CH).float()
             if logits is not None:
                 logits.append(logits_CK[:1])
             after_CK = logits_CK.log_softmax(-1)
