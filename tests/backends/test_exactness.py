@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash.backends.torch.exactness import probe
-from dflash.backends.torch.packing import pack_linears
+from dflash.backends.torch.joining import join_and_pack
 from dflash.backends.torch.states.sliding import PAGE
 from dflash.backends.torch.target import TorchTarget
 from dflash.core.exactness import find_width_class
@@ -228,7 +228,7 @@ def test_recurrent_layers_give_the_same_bits(family: str) -> None:
     """Fault: a block takes the recurrence by another formula than single steps do, or a padding row enters the state.
     Blocks with rejected tails against plain steps, in the class that the probe finds for the packed model."""
     model = wide(family)
-    pack_linears(model)
+    join_and_pack(model)
     found = probe(model, max_width=16)
     if not found.holds:
         pytest.skip(f"no width class on this machine: {found.reason}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dflash.backends.torch.packing import pack_linears
+from dflash.backends.torch.joining import join_and_pack
 from dflash.backends.torch.target import TorchTarget
 from dflash.types import Proposal
 from tests.backends.architectures import ARCHITECTURES, model_of, tokens
@@ -99,7 +99,7 @@ def test_replay_runs_no_projection_and_no_other_layer(family: str) -> None:
 def test_the_model_is_restored() -> None:
     """Fault: wrappers stay behind, or restoring takes another program's wrapper off."""
     model = ARCHITECTURES["Qwen3.5"].build()
-    pack_linears(model)
+    join_and_pack(model)
     before = bare_logits(model, PROMPT)
     others = num_wrapped(model)
     first, second = TorchTarget(model), TorchTarget(model)

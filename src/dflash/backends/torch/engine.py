@@ -21,6 +21,7 @@ from dflash.backends.torch.clock import synchronised_clock
 from dflash.backends.torch.compat import text_config
 from dflash.backends.torch.draft_loading import load_described
 from dflash.backends.torch.exactness import probe
+from dflash.backends.torch.joining import join_and_pack
 from dflash.backends.torch.loading import (
     LoadedTarget,
     check_pair,
@@ -31,7 +32,6 @@ from dflash.backends.torch.loading import (
     set_threads,
     spread_of,
 )
-from dflash.backends.torch.packing import pack_linears
 from dflash.backends.torch.plain_form import packed_steps_are_faster
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
@@ -140,7 +140,7 @@ def _shared_target(
 ) -> tuple[TorchTarget, WidthClass | None]:
     """Pack the weights, time plain steps, probe for bit-exactness; the target that sessions are made from."""
     report("packing weights", None)
-    pack_linears(model)
+    join_and_pack(model)
     report("timing plain steps", None)
     packs_single = packed_steps_are_faster(model)
     exactness = _probe(model, num_rows, report) if exact else None
@@ -245,7 +245,7 @@ def _load_draft_model(source: Source, target: LoadedTarget, target_name: str, re
     check_same_tokens(
         loaded.tokenizer.get_vocab(), target.tokenizer.get_vocab(), draft_name=source.name, target_name=target_name
     )
-    pack_linears(loaded.model)
+    join_and_pack(loaded.model)
     return functools.partial(load_attribute(DRAFTERS["autoregressive"]), TorchTarget(loaded.model, packs_single=True))
 
 

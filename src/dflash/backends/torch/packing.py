@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dflash.backends.torch.memory import available_bytes
 
@@ -51,18 +51,34 @@ class PackedLinear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.choice = choice
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
+        self._packed = self._pack()
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         num_rows = inputs.numel() // self.in_features
         single = num_rows == 1 and not self.choice.packs_single
         if single or num_rows > MOST_ROWS or torch.is_grad_enabled():  # the packed weight has no gradient
             return nn.functional.linear(inputs, self.weight, self.bias)
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
-            inputs, self._packed, self.bias, "none", [], ""
-        )
-        return output
+        return self._run_packed(inputs)
+
+    def _pack(self) -> Tensor | None:
+        return packed_copy(self.weight.detach())
+
+    def _run_packed(self, inputs: Tensor) -> Tensor:
+        assert self._packed is not None
+        return linear_packed(inputs, self._packed, self.bias)
+
+
+def packed_copy(weight: Tensor) -> Tensor:
+    """A weight [out, in] in oneDNN's layout."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+    return packed
+
+
+def linear_packed(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """[..., in] -> [..., out] on what `packed_copy` gave."""
+    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(inputs, packed, bias, "none", [], "")
+    return output
 
 
 def can_pack() -> bool:
@@ -102,13 +118,13 @@ def pack_linears(model: nn.Module, *, choice: KernelChoice | None = None, availa
     return len(found)
 
 
-def is_packable(weight: torch.Tensor) -> bool:
+def is_packable(weight: Tensor) -> bool:
     """Whether packing this weight can pay."""
-    plain = type(weight.data) is torch.Tensor and weight.device.type == "cpu" and weight.dtype == torch.float32
+    plain = type(weight.data) is Tensor and weight.device.type == "cpu" and weight.dtype == torch.float32
     return plain and can_pack()
 
 
-def has_room(weights: Sequence[torch.Tensor], *, available: int | None = None) -> bool:
+def has_room(weights: Sequence[Tensor], *, available: int | None = None) -> bool:
     """Whether second copies of these weights fit into what packing may take. `available`: bytes; None = ask."""
     needed = sum(weight.nbytes for weight in weights)
     available = available_bytes() if available is None else available
