@@ -148,6 +148,8 @@ class CommandLine:
         self.engine = FakeEngine()
         self.loads: list[dict[str, Any]] = []
         self._monkeypatch, self._capsys = monkeypatch, capsys
+        # However slow the machine is: what a command says does not depend on it.
+        monkeypatch.setattr("dflash.cli.progress.LEAST_SECONDS", 1e6)
         if fake:
             monkeypatch.setattr(dflash, "load", self._load, raising=False)
 

@@ -155,8 +155,9 @@ def test_a_real_process(tmp_path: Path) -> None:
     """Guards against what the in-process tests cannot see: the entry point, `python -m`, tracebacks at exit."""
     missing = dflash("generate", "--target", str(tmp_path / "nowhere"), "hi")
     assert missing.returncode == 2
-    assert missing.stderr.startswith("dflash: error: ")
-    assert missing.stderr.count("\n") == 1
+    *progress, last = missing.stderr.splitlines()
+    assert last.startswith("dflash: error: target ")
+    assert all(line.startswith("dflash: starting (") for line in progress)  # on a machine that needs long to import
     assert missing.stdout == ""
 
 

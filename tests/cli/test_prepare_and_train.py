@@ -97,7 +97,7 @@ def test_prepare_says_what_it_left_behind(cli: CommandLine, prepared: list[dict[
 
 def test_prepare_tells_pace_and_time_left() -> None:
     """Guards against a progress without the two figures one looks for."""
-    assert describe(PROGRESS) == "25 tok/s, 0:00:04 left"
+    assert describe(PROGRESS) == "5 of 10 answers, 25 tok/s, 0:00:04 left"
 
 
 @pytest.mark.parametrize("content", [None, "no JSON\n", '{"question": "x"}\n', ""])

@@ -14,7 +14,8 @@ import typer
 from dflash.cli import report
 from dflash.cli.demo import questions
 from dflash.cli.options import DraftArgument, MachineOptions, TargetArgument, output_option, with_options
-from dflash.cli.session import loader, progress_bar
+from dflash.cli.progress import progress_bar
+from dflash.cli.session import loader
 from dflash.resolve import AUTO
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import datetime
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,7 @@ import typer
 from dflash.cli.bench_options import MeasuringOptions, QuestionOptions, RecordOptions, ServerOptions
 from dflash.cli.errors import say
 from dflash.cli.options import DEFAULT_TARGET, ModelOptions, with_options
-from dflash.cli.session import working
+from dflash.cli.progress import Tick, counting, working
 from dflash.errors import ConfigError
 from dflash.registry import BENCH_BACKENDS, load_attribute
 from dflash.resolve import AUTO
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dflash.bench.protocol import Backend, BackendOptions
     from dflash.bench.record import RunRecord
     from dflash.bench.run import Finished
-    from dflash.bench.runner import Tick
     from dflash.bench.workload import Workload
 
 EXIT_INCOMPLETE = 3
@@ -67,7 +66,7 @@ def bench(
     with working("starting") as progress:
         options = _backend_options(backend, model, server)
         opened: Backend = load_attribute(BENCH_BACKENDS[backend])(options, progress)
-    with contextlib.closing(opened), _progress(opened, workload, measuring.form, record.as_json) as tick:
+    with contextlib.closing(opened), _progress(opened, workload, measuring.form) as tick:
         finished = run_benchmark(
             backend,
             opened,
@@ -150,27 +149,13 @@ def _drafting(model: ModelOptions) -> Drafting | None:
     return None if said == Drafting() else said
 
 
-@contextlib.contextmanager
-def _progress(backend: Backend, workload: Workload, forms: list[str], quiet: bool) -> Iterator[Tick]:
-    """A bar on the terminal, moved forward by whoever asks; no thread of its own, which would disturb what is timed."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+def _progress(backend: Backend, workload: Workload, forms: list[str]) -> contextlib.AbstractContextManager[Tick]:
+    """Requests that are done, of all."""
     from dflash.bench.workload import chosen_forms
 
     turns = sum(len(one.turns) for questions in workload.questions for one in questions.conversations)
     total = turns * workload.repeats * len(workload.loads) * len(chosen_forms(backend.forms, forms))
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    shown = console.is_terminal and not quiet
-    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not shown) as bar:
-        task = bar.add_task("warming up", total=total)
-        bar.refresh()
-
-        def tick(what: str, number: int) -> None:
-            bar.update(task, description=what, advance=number, refresh=True)
-
-        yield tick
+    return counting("warming up", total)
 
 
 def _write_report(record: RunRecord, folder: Path) -> None:

@@ -12,7 +12,8 @@ from dflash.cli import report
 from dflash.cli.demo import questions
 from dflash.cli.errors import say
 from dflash.cli.options import EngineOptions, output_option, with_options
-from dflash.cli.session import open_engine, working
+from dflash.cli.progress import working
+from dflash.cli.session import open_engine
 from dflash.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import typer
 from dflash.cli import report
 from dflash.cli.demo import questions
 from dflash.cli.options import DraftArgument, MachineOptions, TargetArgument, output_option, with_options
-from dflash.cli.session import progress_bar
+from dflash.cli.progress import progress_bar
 from dflash.resolve import AUTO
 
 if TYPE_CHECKING:

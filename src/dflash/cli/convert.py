@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash.cli.options import model_option, output_option
-from dflash.cli.session import working
+from dflash.cli.progress import working
 from dflash.resolve import Source, resolve_draft
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from dflash.cli import report
 from dflash.cli.comparison import Comparison, compare, num_runs, plain_speed, speed, warm_up
 from dflash.cli.options import EngineOptions, output_option, with_options
+from dflash.cli.progress import counting
 from dflash.cli.session import open_engine
 from dflash.prepare.prompts import Conversation, read_prompts
 from dflash.types import SamplingParams
@@ -74,27 +76,14 @@ def _run(
     engine: Engine, prompts: list[Conversation], params: SamplingParams, repeats: int, console: Console
 ) -> list[Comparison]:
     """Compare prompt by prompt, showing each result as it comes, above a progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    terminal = console if console.is_terminal and not console.quiet else Console(stderr=True)
+    shown = console if console.is_terminal and not console.quiet else None
     comparisons = []
-    # No refreshing thread: it would take its share of the cores from the runs that are timed. No redirection: what
-    # goes to a file must not end up on the terminal that shows the bar.
-    with Progress(
-        console=terminal,
-        transient=True,
-        auto_refresh=False,
-        redirect_stdout=False,
-        disable=not terminal.is_terminal,
-    ) as progress:
-        task = progress.add_task("warming up", total=num_runs(len(prompts), repeats))
+    with counting("warming up", num_runs(len(prompts), repeats), console=shown) as tick:
         warm_up(engine, prompts[0])
         for prompt in prompts:
-            progress.update(task, description=prompt.id, refresh=True)
-            comparisons.append(
-                compare(engine, prompt, params, repeats, lambda: progress.update(task, advance=1, refresh=True))
-            )
+            done = functools.partial(tick, prompt.id, 1)
+            tick(prompt.id, 0)
+            comparisons.append(compare(engine, prompt, params, repeats, done))
             _print_side_by_side(console, comparisons[-1])
     return comparisons
 

@@ -12,7 +12,8 @@ import typer
 from dflash.cli import report
 from dflash.cli.errors import say
 from dflash.cli.options import ChainOptions, SamplingOptions, output_option, with_options
-from dflash.cli.session import open_engine, read_stdin, working
+from dflash.cli.progress import working
+from dflash.cli.session import open_engine, read_stdin
 from dflash.errors import PromptError
 from dflash.types import Round, Stats
 

@@ -17,7 +17,7 @@ import typer
 
 from dflash.cli.errors import say
 from dflash.cli.options import model_option, output_option, with_options
-from dflash.cli.session import working
+from dflash.cli.progress import working
 from dflash.errors import ConfigError, EngineError
 from dflash.registry import LAUNCHERS, load_attribute
 from dflash.resolve import AUTO, Progress

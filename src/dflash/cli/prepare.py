@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash.cli.options import DEFAULT_TARGET, model_option, output_option, sampling_option
-from dflash.cli.session import working
+from dflash.cli.progress import progress_bar, working
 
 if TYPE_CHECKING:
     from dflash.prepare.run import PrepareProgress, PrepareSummary
@@ -56,7 +54,11 @@ def prepare(
     """
     with working("starting"):
         from dflash.prepare import run as preparation
-    with _progress_bar(f"loading {target}") as progress:
+    with progress_bar(f"loading {target}") as show:
+
+        def progress(state: PrepareProgress) -> None:
+            show(describe(state), state.num_done / max(state.num_total, 1))
+
         summary = preparation.prepare(
             prompts,
             out,
@@ -77,28 +79,12 @@ def prepare(
     typer.echo(json.dumps(asdict(summary) | {"out": str(summary.out)}) if as_json else _summary_text(summary))
 
 
-@contextlib.contextmanager
-def _progress_bar(message: str) -> Iterator[Callable[[PrepareProgress], None]]:
-    """A bar on a terminal's standard error, fed by the callback that is yielded."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(message, total=None)
-
-        def show(progress: PrepareProgress) -> None:
-            bar.update(task, description=describe(progress), completed=progress.num_done, total=progress.num_total)
-
-        yield show
-
-
 def describe(progress: PrepareProgress) -> str:
-    """'412 tok/s, 0:03:10 left', as far as it is known."""
+    """'64 of 512 answers, 412 tok/s, 0:03:10 left', as far as it is known."""
+    counted = f"{progress.num_done} of {progress.num_total} answers"
     if progress.seconds_left is None:
-        return "first batch"
-    return f"{progress.tokens_per_second:.0f} tok/s, {timedelta(seconds=round(progress.seconds_left))} left"
+        return counted
+    return f"{counted}, {progress.tokens_per_second:.0f} tok/s, {timedelta(seconds=round(progress.seconds_left))} left"
 
 
 def _summary_text(summary: PrepareSummary) -> str:

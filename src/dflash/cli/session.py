@@ -1,17 +1,17 @@
-"""Opening an engine from options, with a sign of life on the terminal while it loads."""
+"""Opening an engine from options, with a sign of life while it loads."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dflash.cli.errors import say
 from dflash.cli.options import DEFAULT_BACKEND, ChainOptions, EngineOptions, ModelOptions
+from dflash.cli.progress import working
 from dflash.errors import ConfigError
 from dflash.registry import backend_loader
-from dflash.resolve import AUTO, Progress
+from dflash.resolve import AUTO
 
 if TYPE_CHECKING:
     from dflash.core.engine import Engine
@@ -62,46 +62,6 @@ def _backend_options(options: ModelOptions, backend: str) -> dict[str, Any]:
     if backend != "mlx":
         raise ConfigError("--kv-bits quantises keys and values on --backend mlx only: drop it, or name that backend.")
     return {"kv_bits": options.kv_bits}
-
-
-@contextlib.contextmanager
-def working(message: str) -> Iterator[Progress]:
-    """A spinner with the seconds so far, on standard error if that is a terminal.
-
-    Yields a callback that takes (what is being done, share finished in 0..1 or None).
-    """
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    # Few refreshes: their thread takes its time from what is being waited for.
-    with Bar(*columns, console=console, transient=True, refresh_per_second=4, disable=not console.is_terminal) as bar:
-        task = bar.add_task(message)
-
-        def show(what: str, share: float | None) -> None:
-            bar.update(task, description=what if share is None else f"{what} {share:.0%}")
-
-        yield show
-
-
-@contextlib.contextmanager
-def progress_bar(message: str) -> Iterator[Progress]:
-    """As `working`, with a bar that fills where the share is known: for jobs of minutes."""
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True, refresh_per_second=4, disable=not console.is_terminal) as bar:
-        task = bar.add_task(message, total=None)
-
-        def show(what: str, share: float | None) -> None:
-            bar.update(task, description=what, total=None if share is None else 1.0, completed=share or 0.0)
-
-        yield show
 
 
 def read_stdin() -> str:

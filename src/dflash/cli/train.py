@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dflash.cli.errors import library_log
-from dflash.cli.session import working
+from dflash.cli.progress import working
 
 
 def train(
