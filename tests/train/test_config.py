@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from dflash.errors import ConfigError
 from dflash.train.config import TrainConfig, load_config
 from dflash.train.export import write_recipe
+from dflash.train.recipe_errors import keys
 from dflash.train.trainer import fingerprint
 
 MINIMAL = "target: t\nout: runs/x\ndata:\n  answers: [answers]\n"
@@ -104,6 +105,76 @@ def test_bad_overrides(tmp_path: Path, override: str, words: str) -> None:
     """Guards against typing errors that train for hours with a default."""
     with pytest.raises(ConfigError, match=words):
         load_config(write(tmp_path), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("stepz=1", "stepz: there is no such key; did you mean steps?"),
+        (
+            "optimizer.learning_rat=1",
+            "optimizer.learning_rat: there is no such key; did you mean optimizer.learning_rate?",
+        ),
+        ("learning_rate=1", "learning_rate: there is no such key; did you mean optimizer.learning_rate?"),
+        ("network.steps=1", "network.steps: there is no such key; did you mean steps?"),
+        ("loss.zzz=1", "loss.zzz: there is no such key (there are gamma, distill)"),
+        ("steps=0", "steps must be at least 1, not 0"),
+        ("steps=many", "steps must be a whole number, not 'many'"),
+        ("steps=1.5", "steps must be a whole number, not 1.5"),
+        ("max_minutes=0", "max_minutes must be above 0, not 0"),
+        ("loss.distill=1.5", "loss.distill must be at most 1, not 1.5"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas[1] must be below 1, not 1.0"),
+        ("optimizer.betas=[0.9]", "optimizer.betas has too few entries: [0.9]"),
+        ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas must have 2 entries, not 3"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate must be a finite number, not inf"),
+        ("optimizer.learning_rate=fast", "optimizer.learning_rate must be a number, not 'fast'"),
+        ("network.start=magic", "network.start must be 'target', 'routed' or 'random', not 'magic'"),
+        ("data.answers=a", "data.answers must be a list, not 'a'"),
+        ("data.answers=", "data.answers must be a list, not empty"),
+        ("data.answers=[1]", "data.answers[0] must be a path, not 1"),
+        ("network=5", "network must be a section of keys, not 5"),
+        ("target=5", "target must be a text, not 5"),
+        ("out=", "out must be a path, not empty"),
+        ("network.target_layer_ids=[1, a]", "network.target_layer_ids[1] must be a whole number, not 'a'"),
+    ],
+)
+def test_faults_in_the_words_of_the_recipe(tmp_path: Path, override: str, sentence: str) -> None:
+    """Guards against the validator's own words ("Input should be a valid dictionary or instance of NetworkConfig"): a
+    fault is named by its key, with what was given and what is allowed."""
+    with pytest.raises(ConfigError) as found:
+        load_config(write(tmp_path), [override])
+    assert str(found.value) == f"recipe {tmp_path / 'recipe.yaml'}: {sentence}."
+
+
+def test_every_kind_of_fault_is_in_our_words(tmp_path: Path) -> None:
+    """Guards against a new key whose faults come in the validator's words: each key is given a value of every kind."""
+    path, refused = write(tmp_path), 0
+    wrong = ["{a: 1}", "[[1]]", "-1e300", ".nan", "zzz", "true", "", "10000000000000000000000000000000"]
+    spoken = ("Input", "valid", "Value error", "Field", "Extra", "Tuple", "validation")
+    for key in keys(TrainConfig):
+        for value in wrong:
+            try:
+                load_config(path, [f"{key}={value}"])
+            except ConfigError as error:
+                refused += 1
+                text = str(error).removeprefix(f"recipe {path}: ")
+                assert text.startswith(key.partition(".")[0])
+                assert not [word for word in spoken if word in text], text
+    assert refused > 200
+
+
+def test_all_faults_at_once(tmp_path: Path) -> None:
+    """Guards against mending a recipe fault by fault, and against a required key whose meaning has to be looked up."""
+    with pytest.raises(ConfigError) as found:
+        load_config(write(tmp_path, "out: o\nsteps: 0\ndata:\n  limit: x\n3: 4\n"))
+    assert str(found.value) == (
+        f"recipe {tmp_path / 'recipe.yaml'}: target is required (Target: hub id, folder, GGUF file or built-in name); "
+        "data.answers is required (Files or folders of answers made by `dflash prepare`); "
+        "data.limit must be a whole number, not 'x'; steps must be at least 1, not 0; 3 must be a key that is a text, "
+        "not 3."
+    )
+    with pytest.raises(ConfigError, match=r"data is required \(What is learnt from\)"):
+        load_config(write(tmp_path, "target: t\nout: o\n"))
 
 
 @pytest.mark.parametrize(

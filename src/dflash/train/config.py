@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dflash.errors import ConfigError
+from dflash.train.recipe_errors import faults
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -156,11 +157,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     try:
         return TrainConfig.model_validate(raw)
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()
-        )
-        raise ConfigError(f"recipe {path}: {problems}.") from error
+        raise ConfigError(f"recipe {path}: {'; '.join(faults(error, TrainConfig))}.") from error
 
 
 def _one_line(error: Exception) -> str:
