@@ -2,25 +2,31 @@
 
     python scripts/compare_engines.py --data-dir ./eval --out runs/engines --vllm-python .venv-vllm/bin/python
 
-Runs `dflash bench` on each engine, one after the other: in float32, greedy, plain and with the draft. vLLM is served by
-`dflash launch`, without and with the draft, while it is asked; without `--vllm-python` it is left out. Then `dflash
+Runs `dflash bench` on each engine, one after the other: in float32, greedy, plain and with the draft. vLLM is served as
+by `dflash launch`, without and with the draft, while it is asked; without `--vllm-python` it is left out. Then `dflash
 report` puts the records on one page. A run that was cut short goes on where it stood. Use it on a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
+import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from dflash.errors import DFlashError, EngineError
+from dflash.launch.locate import pair_problems, served_draft, served_target
+from dflash.launch.plan import LaunchRequest, Plan
+from dflash.launch.server import serving
+from dflash.registry import LAUNCHERS, load_attribute
+
 SETS = ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
-READY_SECONDS, STOP_SECONDS = 900.0, 90.0
+FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "2")
+STOP_SECONDS = 90.0
 
 
 def main() -> None:
@@ -72,29 +78,32 @@ def dflash(*words: str) -> None:
 
 @contextmanager
 def served(options: argparse.Namespace, log: Path, plain: bool) -> Iterator[str]:
-    """The address of a vLLM server, with the draft or without."""
+    """The address of a vLLM server, with the draft or without; its output goes to `log`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log.parent.mkdir(parents=True, exist_ok=True)
-    words = ["launch", "vllm", options.target, *([] if plain else [options.draft]), *(["--no-draft"] if plain else [])]
-    words += ["--platform", "cpu", "--python", str(options.vllm_python), "--port", str(port)]
-    words += ["--", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "2"]
-    with log.open("wb") as output:
-        command = subprocess.Popen(
-            [sys.executable, "-m", "dflash", *words], stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + READY_SECONDS
-        while f"ready on http://127.0.0.1:{port}" not in log.read_text(encoding="utf-8", errors="replace"):
-            if command.poll() is not None or time.monotonic() > deadline:
-                sys.exit(f"vLLM did not start; its output is in {log}")
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        command.send_signal(signal.SIGINT)
-        command.wait(STOP_SECONDS)
+    plan = planned(options.target, None if plain else options.draft, options.vllm_python, port)
+    with serving(plan, environment=dict(os.environ), log=log, grace_seconds=STOP_SECONDS):
+        yield plan.url
+
+
+def planned(target: str, draft: str | None, python: Path, port: int) -> Plan:
+    """What `dflash launch vllm` would run on a CPU, in float32. Raises EngineError where vLLM cannot serve the pair."""
+    found = served_target(target)
+    theirs = None if draft is None else served_draft(draft, found)
+    request = LaunchRequest(
+        target=found, draft=theirs, platform="cpu", port=port, python=str(python), flags=FLAGS, environment=os.environ
+    )
+    plan: Plan = load_attribute(LAUNCHERS["vllm"])(request)
+    problems = [*plan.problems, *([] if theirs is None else pair_problems(theirs, found))]
+    if problems:
+        raise EngineError(f"vLLM cannot serve this: {'; '.join(problems)}")
+    return plan
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DFlashError as error:
+        sys.exit(str(error))

@@ -18,6 +18,7 @@ from dflash.launch.locate import served_draft, served_target
 from dflash.launch.plan import PLATFORMS, LaunchRequest, Plan, ServedTarget, merged, value_of
 from dflash.registry import LAUNCHERS, load_attribute
 from dflash.resolve import AUTO
+from scripts.compare_engines import FLAGS, planned
 
 GOLDEN = Path(__file__).parent / "golden.txt"
 CUDA_WORDS = ("flash_attn", "fa3", "fa4", "trtllm", "flashinfer", "cuda")
@@ -209,3 +210,15 @@ def test_merging_knows_other_spellings() -> None:
     assert merged({"--tp-size": "1", "--x": None}, ("--tp", "2"), {"--tp": "--tp-size"}) == ("--x", "--tp", "2")
     assert value_of(("--a", "1", "--a=2"), "--a") == "2"
     assert value_of(("--a",), "--a") is None
+
+
+def test_the_comparison_of_engines_serves_what_launch_does() -> None:
+    """Guards against a script that starts another command than `dflash launch` shows, or a pair that vLLM misreads."""
+    target = "Qwen/Qwen3-8B"
+    drafted = planned(target, AUTO, Path("/env/bin/python"), 8123)
+    found = served_target(target)
+    request = LaunchRequest(target=found, draft=served_draft(AUTO, found), platform="cpu", port=8123, flags=FLAGS)
+    launched = plan_of("vllm", dataclasses.replace(request, python="/env/bin/python"))
+    assert (drafted.argv, drafted.url) == (launched.argv, launched.url)
+    assert "--speculative-config" in drafted.argv
+    assert "--speculative-config" not in planned(target, None, Path("/env/bin/python"), 8123).argv

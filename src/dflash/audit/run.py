@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from dflash.audit.forms import Form, forms_of
@@ -145,22 +146,53 @@ def audit(
     work = workload or Workload()
     report = progress or (lambda what, share: None)
     oracle = open_oracle(engine)
-    # A drafter without a block feeds as many rows as were checked.
-    exact, width = engine.info.exact, engine.info.width or engine.info.block_size or engine.max_rows
     has_trees = _supports_trees(engine)
     forms = forms_of(engine, supports_trees=has_trees)
-    must_agree = exact or engine.info.dtype == "float32"
+    must_agree = engine.info.exact or engine.info.dtype == "float32"
+    states = _states(engine, oracle, report, has_trees=has_trees)
+    texts = []
+    for index, (name, ids) in enumerate(prompts):
+        report("comparing texts", index / len(prompts))
+        texts += audit_texts(engine, oracle, name, ids, work.max_new_tokens, forms, must_agree=must_agree)
+    return AuditReport(
+        info=engine.info,
+        widths=states.widths,
+        rollbacks=states.rollbacks,
+        trees=states.trees,
+        window=engine.target.widest_window,
+        window_covered=states.window_covered,
+        texts=texts,
+        seed_difference=same_seed_same_text(engine, prompts[0][1], work.max_new_tokens, forms),
+        laws=_laws(engine, forms, oracle, prompts, (work.num_runs, report)),
+        must_agree=must_agree,
+    )
 
+
+@dataclass(frozen=True)
+class _States:
+    """What was found about layer states."""
+
+    widths: WidthAudit
+    rollbacks: Sequence[RollbackAudit]
+    trees: Sequence[TreeAudit]
+    window_covered: bool
+
+
+def _states(engine: Engine, oracle: Oracle, report: Progress, *, has_trees: bool) -> _States:
+    """Bits of forwards of different widths; states after rejected rows and kept branches."""
+    # A drafter without a block feeds as many rows as were checked.
+    exact, width = engine.info.exact, engine.info.width or engine.info.block_size or engine.max_rows
+    promised = engine.info.exactness.width if exact and engine.info.exactness is not None else None
+    window = engine.target.widest_window
+    lengths = _prompt_lengths(engine, window, width)
+    rollbacks, trees = [], []
     report("comparing forward widths", 0.0)
-    unpadded = LayerRecorder(engine, exact=True, exact_width=1)
-    decoding = LayerRecorder(engine, exact=exact)
-    try:
-        promised = engine.info.exactness.width if exact and engine.info.exactness is not None else None
+    with (
+        closing(LayerRecorder(engine, exact=True, exact_width=1)) as unpadded,
+        closing(LayerRecorder(engine, exact=exact)) as decoding,
+    ):
         widths = audit_widths(unpadded, decoding, max_width=max(16, width), promised=promised)
         report("comparing forward widths", 1.0)
-        window = engine.target.widest_window
-        lengths = _prompt_lengths(engine, window, width)
-        rollbacks, trees = [], []
         for index, length in enumerate(lengths):
             report("rolling rejected rows back", index / len(lengths))
             rollbacks.append(
@@ -168,27 +200,7 @@ def audit(
             )
             if has_trees:
                 trees.append(audit_trees(decoding, oracle, prompt_length=length))
-    finally:
-        unpadded.close()
-        decoding.close()
-
-    texts = []
-    for index, (name, ids) in enumerate(prompts):
-        report("comparing texts", index / len(prompts))
-        texts += audit_texts(engine, oracle, name, ids, work.max_new_tokens, forms, must_agree=must_agree)
-    seed_difference = same_seed_same_text(engine, prompts[0][1], work.max_new_tokens, forms)
-    return AuditReport(
-        info=engine.info,
-        widths=widths,
-        rollbacks=rollbacks,
-        trees=trees,
-        window=window,
-        window_covered=window is None or lengths[-1] > window,
-        texts=texts,
-        seed_difference=seed_difference,
-        laws=_laws(engine, forms, oracle, prompts, (work.num_runs, report)),
-        must_agree=must_agree,
-    )
+    return _States(widths, rollbacks, trees, window is None or lengths[-1] > window)
 
 
 def _laws(
