@@ -23,15 +23,8 @@ TAPS = (0, 1, 2)
 def eagle3_config(**changes: Any) -> Eagle3Config:
     """One layer, of the sizes of `tiny_pair`, for a target of three layers."""
     values: dict[str, Any] = {
-        "hidden_size": tiny_pair.HIDDEN,
+        **tiny_pair.DRAFT_SIZES,
         "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "vocab_size": tiny_pair.VOCAB,
         "block_size": 6,
         "mask_token_id": NO_MASK,
         "target_layer_ids": TAPS,

@@ -25,8 +25,9 @@ from dflash.core.loop import speculative_rounds
 from dflash.core.memory import Memory
 from dflash.core.stopping import StopRule
 from dflash.errors import PairError, UnsupportedModel
-from dflash.types import SamplingParams
+from dflash.types import Proposal, SamplingParams
 from tests.backends.architectures import ARCHITECTURES, VOCAB_SIZE
+from tests.backends.committed_text import check_table, follow
 from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, OpenEngine
 from tests.backends.pairs import open_engine as open_torch_engine
 from tests.backends.tiny_pair import CONTEXT, save_target
@@ -109,24 +110,12 @@ def test_the_state_equals_that_of_the_committed_text(family: str) -> None:
     draw = torch.randint(VOCAB_SIZE, (300,), generator=generator).tolist()
     session = AutoregressiveDrafter(model, model).session()
     slow = AutoregressiveDrafter(model, model, rewinds=False).session()
-    text, at = draw[:9], 9
-    for one in (session, slow):
-        one.observe(text, None)
-    for accepted, asks in ((0, 1), (3, 2), (7, 1), (20, 0), (2, 0), (4, 1), (1, 3)):
-        anchor = draw[at]
-        proposals = [one.propose(anchor, CHAIN) for one in (session, slow) for _ in range(asks)]
-        tokens = proposals[0].tokens if proposals else ()
-        own = list(tokens[: min(accepted, len(tokens))])
-        committed = [anchor, *own, *draw[at + 1 : at + 1 + accepted - len(own)]]
-        for proposal in proposals:
-            assert proposal.tokens == proposals[0].tokens
-            assert proposal.log_probs == pytest.approx(proposals[0].log_probs, abs=1e-4)
-        text, at = [*text, *committed], at + 30
-        for one in (session, slow):
-            one.observe(committed, None)
-            assert one._fed == text[: len(one._fed)]
-            assert len(one._fed) == one._session.num_tokens
-    assert list(session.propose(draw[at], CHAIN).tokens) == greedy(model, [*text, draw[at]], CHAIN)
+
+    def same(one: Proposal, other: Proposal) -> None:
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+    *text, anchor = follow((session, slow), draw, same)
+    assert list(session.propose(anchor, CHAIN).tokens) == greedy(model, [*text, anchor], CHAIN)
 
 
 def test_candidates_are_the_best_of_each_slot(engine_of_two: Engine) -> None:
@@ -137,9 +126,8 @@ def test_candidates_are_the_best_of_each_slot(engine_of_two: Engine) -> None:
     session.observe([1, 2, 3], None)
     proposal = session.propose(4, 5)
     table = session.candidates(4, 5, 3)
-    assert tuple(row[0] for row in table.ids) == proposal.tokens
+    check_table(table, proposal.tokens, 3)
     assert [row[0] for row in table.log_probs] == pytest.approx(proposal.log_probs, abs=1e-5)
-    assert all(sum(torch.tensor(row).exp().tolist()) <= 1 for row in table.log_probs)
     session.observe([5] * (CONTEXT // 8), None)
     assert session.propose(4, 5).tokens == ()
     assert session.candidates(4, 5, 3).ids == ()

@@ -31,18 +31,24 @@ TEMPLATE = (
 )
 
 
+DRAFT_SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "vocab_size": VOCAB,
+}
+"""Of a draft's layers, whatever kind of draft it is."""
+
+
 def draft_config(**changes: Any) -> DraftConfig:
     """Block 8, two layers, taps at the first and last layer of the target."""
     values: dict[str, Any] = {
-        "hidden_size": HIDDEN,
+        **DRAFT_SIZES,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "vocab_size": VOCAB,
         "block_size": 8,
         "mask_token_id": MASK,
         "target_layer_ids": (0, 2),

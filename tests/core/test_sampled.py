@@ -59,6 +59,19 @@ def taught(*, stubborn: bool = False) -> Memory:
     return memory
 
 
+def drawing(draft: Distribution, memory: Memory, seed: int, *, max_rows: int) -> AdaptiveDrafter:
+    """A drafter that may draw at temperature 1, by costs that no clock changes."""
+    return AdaptiveDrafter(
+        draft,
+        memory,
+        max_rows=max_rows,
+        copies=False,
+        temperature=1.0,
+        generator=draft_generator(seed),
+        clock=lambda: 0.0,
+    )
+
+
 @pytest.mark.parametrize("stubborn", [True, False])
 def test_drawn_proposals_have_the_law_of_plain_sampling(stubborn: bool) -> None:
     """Fault: q is not what was drawn from, the residual is wrong, streams are shared, or lengths follow the draws.
@@ -67,16 +80,7 @@ def test_drawn_proposals_have_the_law_of_plain_sampling(stubborn: bool) -> None:
     memory, reasons = taught(stubborn=stubborn), Counter[str]()
 
     def make(seed: int) -> AdaptiveDrafter:
-        draft = Distribution(logits, 3.0 if stubborn else 1.0)
-        drafter = AdaptiveDrafter(
-            draft,
-            memory,
-            max_rows=6,
-            copies=False,
-            temperature=1.0,
-            generator=draft_generator(seed),
-            clock=lambda: 0.0,
-        )
+        drafter = drawing(Distribution(logits, 3.0 if stubborn else 1.0), memory, seed, max_rows=6)
         propose = drafter.propose
 
         def noting(anchor: int, budget: int) -> Any:
@@ -102,15 +106,7 @@ def test_the_two_token_counterexample(stubborn: bool) -> None:
     memory, num_samples = taught(stubborn=stubborn), 1_000
     counts = np.zeros((2, 2))
     for seed in range(num_samples):
-        drafter = AdaptiveDrafter(
-            Distribution(two, 2.0 if stubborn else 0.5),
-            memory,
-            max_rows=4,
-            copies=False,
-            temperature=1.0,
-            generator=draft_generator(seed),
-            clock=lambda: 0.0,
-        )
+        drafter = drawing(Distribution(two, 2.0 if stubborn else 0.5), memory, seed, max_rows=4)
         params = SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4)
         rounds = speculative_rounds(
             FakeTarget(two), drafter, ReferenceAcceptor(params, (1, 0)), StopRule(), (1, 0), max_new_tokens=4

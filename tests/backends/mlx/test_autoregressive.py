@@ -12,6 +12,7 @@ pytest.importorskip("mlx_lm", reason="needs mlx-lm: pip install 'dflash[mlx]' (L
 from dflash.backends.mlx.drafters.autoregressive import AutoregressiveDrafter  # noqa: E402
 from dflash.backends.mlx.target import MLXTarget  # noqa: E402
 from dflash.core.autoregressive import CHAIN  # noqa: E402
+from tests.backends.committed_text import check_table, follow  # noqa: E402
 from tests.backends.mlx.families import FAMILIES, MAX_LENGTH, tokens  # noqa: E402
 
 REWINDS = {"Llama": True, "Gemma 3": False, "Qwen3.5": False, "DeepSeek-V3, Kimi-K2": True}
@@ -35,22 +36,8 @@ def test_the_state_equals_that_of_the_committed_text(family: str) -> None:
     session = AutoregressiveDrafter(model, model).session()
     slow = AutoregressiveDrafter(model, model, rewinds=False).session()
     assert session._rewinds == REWINDS[family]
-    draw = tokens(300, seed=5)
-    text, at = draw[:9], 9
-    for one in (session, slow):
-        one.observe(text, None)
-    for accepted, asks in ((0, 1), (3, 2), (7, 1), (20, 0), (2, 0), (4, 1), (1, 3)):
-        anchor = draw[at]
-        proposals = [one.propose(anchor, CHAIN) for one in (session, slow) for _ in range(asks)]
-        own = list(proposals[0].tokens)[:accepted] if proposals else []
-        committed = [anchor, *own, *draw[at + 1 : at + 1 + accepted - len(own)]]
-        assert all(proposal.tokens == proposals[0].tokens for proposal in proposals)
-        text, at = [*text, *committed], at + 30
-        for one in (session, slow):
-            one.observe(committed, None)
-            assert one._fed == text[: len(one._fed)]
-            assert len(one._fed) == one._session.num_tokens
-    assert list(session.propose(draw[at], CHAIN).tokens) == greedy(bare, [*text, draw[at]], CHAIN)
+    *text, anchor = follow((session, slow), tokens(300, seed=5))
+    assert list(session.propose(anchor, CHAIN).tokens) == greedy(bare, [*text, anchor], CHAIN)
     model.close()
 
 
@@ -62,10 +49,7 @@ def test_candidates_are_the_best_of_each_slot() -> None:
     session.observe([1, 2, 3], None)
     chain = tuple(session.propose(4, 5).tokens)
     table = session.candidates(4, 5, 3)
-    assert tuple(ids[0] for ids in table.ids) == chain
-    assert all(len(set(ids)) == 3 for ids in table.ids)
-    assert all(list(row) == sorted(row, reverse=True) and row[0] < 0 for row in table.log_probs)
-    assert all(sum(mx.exp(mx.array(list(row))).tolist()) <= 1 for row in table.log_probs)
+    check_table(table, chain, 3)
     session.observe([5] * 40, None)
     assert tuple(session.propose(4, 5).tokens) == ()
     assert session.candidates(4, 5, 3).ids == ()
