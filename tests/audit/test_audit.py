@@ -56,7 +56,7 @@ def test_a_lossless_engine_passes(engine: Engine, clean: AuditReport) -> None:
     for form in forms[2:]:
         texts = [text for text in clean.texts if text.form == form]
         assert sum(text.num_guesses for text in texts) > 20
-        assert sum(text.num_copied for text in texts) > 0 or not has_trees, "this target's texts hold repetitions"
+        assert sum(text.num_copied for text in texts) > 0 or engine.backend == "mlx", "texts of torch's target hold copies"
         assert (sum(text.num_branch_rows for text in texts) > 0) == (form == "trees")
     assert sum(clean.widths.kinds.values()) == len(engine.target.layer_kinds) >= 2
     assert clean.widths.num_rows == 32

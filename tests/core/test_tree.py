@@ -10,7 +10,7 @@ import pytest
 from dflash.core.loop import speculative_rounds
 from dflash.core.reference import ReferenceAcceptor
 from dflash.core.stopping import StopRule
-from dflash.core.tree import ancestor_matrix, walk
+from dflash.core.tree import ancestor_matrix, keys_seen, row_positions, walk
 from dflash.types import Acceptance, Proposal, SamplingParams, Stats, Verdict
 from tests.fakes import VOCAB, FakeDrafter, FakeTarget, guess_sometimes, random_logits, run_rounds, tokens_of
 from tests.options import OPTIONS, with_option
@@ -29,6 +29,30 @@ def random_tree(rng: np.random.Generator, num_nodes: int, vocab_size: int = VOCA
             tokens.append(token)
             parents.append(parent)
     return Proposal.tree(tokens, parents)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("places", [range(20), range(5, 12), range(7, 40)])
+def test_keys_seen_equals_its_definition(window: int | None, places: range) -> None:
+    """A row sees a key iff it is committed, an ancestor's or its own, and lies less than a window of positions back."""
+    rng = np.random.default_rng(6)
+    for _ in range(10):
+        proposal, start = random_tree(rng, int(rng.integers(1, 9))), int(rng.integers(1, 11))
+        parents = proposal.parents or tuple(range(len(proposal.tokens)))
+        num_rows = len(parents) + 3  # two rows of padding
+        seen = keys_seen(start, num_rows, proposal, places, window)
+        positions = row_positions(start, num_rows, proposal)
+        for row in range(num_rows):
+            above, node = {row}, row
+            while 0 < node <= len(parents):
+                node = parents[node - 1]
+                above.add(node)
+            for column, place in enumerate(places):
+                is_fed = start <= place < start + num_rows
+                visible = place < start or (is_fed and place - start in above)
+                if visible and window is not None:
+                    visible = positions[row] - (positions[place - start] if is_fed else place) < window
+                assert seen[row, column] == visible
 
 
 class TreeDrafter(FakeDrafter):

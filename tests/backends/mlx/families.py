@@ -110,6 +110,8 @@ class Family:
     """Kinds of layer state, for the table of docs/mlx.md."""
     refused: str | None = None
     """Part of the reason with which it is refused; None = it must decode losslessly."""
+    no_trees: str | None = None
+    """Part of the reason why trees are refused; None = they must be fed losslessly."""
     nested: bool = False
     """Whether the language model's values stand in `text_config`."""
 
@@ -146,9 +148,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "Qwen3": Family("qwen3", {}, "full"),
         "Qwen3-MoE": Family("qwen3_moe", _EXPERTS, "full"),
-        "Qwen3-Next": Family("qwen3_next", {**_DELTA, **_SHARED}, "gated delta, full"),
-        "Qwen3.5": Family("qwen3_5", _DELTA, "gated delta, full", nested=True),
-        "Qwen3.5-MoE": Family("qwen3_5_moe", {**_DELTA, **_SHARED}, "gated delta, full", nested=True),
+        "Qwen3-Next": Family("qwen3_next", {**_DELTA, **_SHARED}, "gated delta, full", no_trees="ArraysCache"),
+        "Qwen3.5": Family("qwen3_5", _DELTA, "gated delta, full", nested=True, no_trees="ArraysCache"),
+        "Qwen3.5-MoE": Family(
+            "qwen3_5_moe", {**_DELTA, **_SHARED}, "gated delta, full", nested=True, no_trees="ArraysCache"
+        ),
         "Gemma 2": Family("gemma2", {}, "full"),
         "Gemma 3": Family("gemma3_text", {"sliding_window": WINDOW, "sliding_window_pattern": 2}, "window, full"),
         "Gemma 4": Family(
@@ -174,6 +178,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             "window with sinks, full",
         ),
+        "Ministral 3": Family(
+            "ministral3",
+            {
+                "rope_parameters": {
+                    "rope_theta": 10000.0,
+                    "llama_4_scaling_beta": 0.1,
+                    "original_max_position_embeddings": 4,
+                }
+            },
+            "full",
+            no_trees="more than a rotary embedding",
+        ),
         "LFM2": Family(
             "lfm2",
             {
@@ -189,6 +205,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "layer_types": ["conv", "full_attention", "conv"],
             },
             "short convolution, full",
+            no_trees="ArraysCache",
         ),
         "MiniMax-M2": Family(
             "minimax",
@@ -234,9 +251,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 },
             },
             "gated delta, latent",
+            no_trees="ArraysCache",
         ),
-        "Nemotron-H": Family("nemotron_h", {**_MAMBA, "hybrid_override_pattern": "M-*M"}, "Mamba-2, full"),
-        "Granite 4": Family("granitemoehybrid", _GRANITE, "Mamba-2, full"),
+        "Nemotron-H": Family(
+            "nemotron_h", {**_MAMBA, "hybrid_override_pattern": "M-*M"}, "Mamba-2, full", no_trees="ArraysCache"
+        ),
+        "Granite 4": Family("granitemoehybrid", _GRANITE, "Mamba-2, full", no_trees="ArraysCache"),
         "Falcon-H1": Family(
             "falcon_h1",
             {
@@ -248,6 +268,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "ssm_multipliers": [1.0] * 5,
             },
             "Mamba-2 and full in one layer",
+            no_trees="ArraysCache",
         ),
         "Llama 4": Family(
             "llama4",

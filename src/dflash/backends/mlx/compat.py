@@ -23,6 +23,17 @@ BEYOND = Version("0.33.dev0")
 
 _EMBEDDINGS = ("embed_tokens", "embeddings", "wte", "tok_embeddings", "word_embeddings")
 _DECODERS = ("model", "backbone", "transformer")
+_ROPES = frozenset(
+    {
+        "RoPE",
+        "Llama3RoPE",
+        "YarnRoPE",
+        "ProportionalRoPE",
+        "DeepseekV2YarnRotaryEmbedding",
+        "DynamicNTKAlphaRoPE",
+    }
+)
+"""Not those whose base follows the length of the text."""
 
 
 def check_mlx_lm(version: str | None = None) -> None:
@@ -122,6 +133,17 @@ def activation_dtype(model: nn.Module) -> mx.Dtype:
     embedding, _ = embedding_and_head(model)
     dtype: mx.Dtype = embedding(mx.array([0])).dtype
     return dtype
+
+
+def rotary_embeddings(model: nn.Module) -> list[Any]:
+    """The modules that give MLX's own rotary embedding an offset and use it for nothing else."""
+    return [module for module in model.modules() if type(module).__name__ in _ROPES]
+
+
+def copies_offsets(model: nn.Module) -> bool:
+    """Whether the layers make an array of their cache's offset and hand that to rotary embeddings alone."""
+    kinds = type(decoder_layers(model)[0]).__mro__
+    return any(kind.__module__ == "mlx_lm.models.gemma4_text" for kind in kinds)
 
 
 def head_rows(head: nn.Module, ids: mx.array) -> mx.array:

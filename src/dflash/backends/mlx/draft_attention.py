@@ -77,7 +77,7 @@ class Attention(nn.Module):
 
     def write(self, rows_SH: mx.array, state: KeyValueState) -> tuple[mx.array, mx.array]:
         """Keys and values of rows go into `state`, at its position; returns all that it holds, [1, K, keys, D] each."""
-        keys = self._rotary(self.k_norm(self._split(self.k_proj(rows_SH), self.num_kv_heads)), state.offset)
+        keys = self._rotary(self.k_norm(self._split(self.k_proj(rows_SH), self.num_kv_heads)), state.span.start)
         values = self._split(self.v_proj(rows_SH), self.num_kv_heads)
         stored_keys, stored_values = state.update_and_fetch(keys, values)
         assert isinstance(stored_keys, mx.array) and isinstance(stored_values, mx.array)
@@ -85,7 +85,7 @@ class Attention(nn.Module):
 
     def __call__(self, rows_BH: mx.array, state: KeyValueState, mask: mx.array | None) -> mx.array:
         """`mask` is True where a slot may see a key, [B, keys]; None = everywhere."""
-        queries = self._rotary(self.q_norm(self._split(self.q_proj(rows_BH), self.num_heads)), state.offset)
+        queries = self._rotary(self.q_norm(self._split(self.q_proj(rows_BH), self.num_heads)), state.span.start)
         keys, values = self.write(rows_BH, state)
         sinks = self.get("attention_sink_bias")
         mixed = mx.fast.scaled_dot_product_attention(

@@ -105,7 +105,7 @@ class DraftModel(nn.Module):
         for number, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
             kind = config.attention_of(number), state.window
             if kind not in masks:
-                masks[kind] = block_mask(*kind, state.offset, len(x_BH))
+                masks[kind] = block_mask(*kind, state.span.start, len(x_BH))
             x_BH = layer(x_BH, state, masks[kind])
         out: mx.array = self.norm(x_BH)
         return out

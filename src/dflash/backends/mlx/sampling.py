@@ -1,25 +1,27 @@
 """Acceptance on MLX logits: the rules of `core/reference.py`, with one wait for the device per round.
 
-Greedy rows are compared on the device and only token ids are read. At a temperature the device gives the rows' weights
-(on Apple silicon the host reads them in place), and NumPy draws from them in float64, which MLX's GPUs do not have, one
-row at a time and only up to the first rejection. Knows nothing of drafters or of model state.
+Greedy rows are compared on the device and only token ids are read, of a tree how near a tie they are as well. At a
+temperature the device gives the rows' weights (on Apple silicon the host reads them in place), and NumPy draws from
+them in float64, which MLX's GPUs do not have, one row at a time and only up to the first rejection. Knows nothing of
+drafters or of model state.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash.core.draws import uniforms
+from dflash.core.draws import ACCEPTANCE, uniforms
 from dflash.core.processing import Counts, Penalties, check_bias, has_penalties, require_finite
-from dflash.core.reference import draw
-from dflash.core.tree import walk
-from dflash.types import Acceptance, Proposal, SamplingParams, Verdict
+from dflash.core.reference import SparseProbs, draw, residual
+from dflash.core.tree import tie_margin, undecided, walk, walk_drawn
+from dflash.types import Acceptance, DrawnFrom, Proposal, SamplingParams, Verdict
 
 
 class MLXAcceptor:
@@ -46,8 +48,13 @@ class MLXAcceptor:
         assert logits.shape[0] == len(proposal.tokens) + 1, "one row per draft token and one for the anchor"
         counts = None if self._penalties is None else self._penalties.counts(proposal)
         processed = self._process(logits, counts)
-        choose = self._drawn(proposal, processed) if self._params.temperature > 0 else _greedy(processed)
-        acceptance = walk(proposal, choose)
+        if self._params.temperature > 0:
+            acceptance = self._sampled(proposal, _Drawn(processed, proposal, self._params, self._position))
+        else:
+            greedy = _Greedy(processed, logits.dtype, margins=proposal.parents is not None)
+            acceptance = walk(proposal, greedy.choose)
+            if proposal.parents is not None:
+                acceptance = undecided(proposal, acceptance, greedy.is_near_tie)
         self._position += len(acceptance.path)
         if self._penalties is not None:
             self._penalties.extend((*proposal.along(acceptance.path), acceptance.next_token))
@@ -62,17 +69,85 @@ class MLXAcceptor:
             result = result.at[:, self._bias_ids].add(self._bias_values)
         return result if counts is None else _penalised(result, self._params, counts)
 
-    def _drawn(self, proposal: Proposal, processed: mx.array) -> Callable[[int, int], int]:
-        """(row, depth) -> the target's token of that row, drawn when it is asked for."""
-        weights = np.asarray(_weights(processed, self._params))  # waits for the device
-        draws = uniforms(self._params.seed, self._position, max(proposal.depths()) + 1)
+    @staticmethod
+    def _sampled(proposal: Proposal, drawn: _Drawn) -> Acceptance:
+        """Point masses by the walk, drawn tokens by the general rule; with what the drafter asked."""
+        if proposal.drawn_from:
+            acceptance = walk_drawn(proposal, drawn.choose, drawn.accepts, drawn.replacement)
+        else:
+            acceptance = walk(proposal, drawn.choose)
+        return replace(acceptance, chances=drawn.chances(acceptance.path, proposal.asked))
 
-        def choose(row: int, depth: int) -> int:
-            probs = _filtered(weights[row], self._params)
-            require_finite((float(probs.sum(dtype=np.float64)),))
-            return draw(probs, float(draws[depth]))
 
-        return choose
+class _Greedy:
+    """The arg max of each row of [R, V], the first one of equals; with `margins` also how far behind the next is."""
+
+    def __init__(self, logits: mx.array, dtype: mx.Dtype, *, margins: bool) -> None:
+        """`dtype`: what the logits were computed in, before they were processed."""
+        tokens, best = mx.argmax(logits, axis=-1), mx.max(logits, axis=-1).astype(mx.float32)
+        self._tie_margin = tie_margin(float(mx.finfo(dtype).eps))
+        second = None
+        if margins:
+            others = mx.where(mx.arange(logits.shape[-1])[None] == tokens[:, None], -math.inf, logits)
+            second = mx.max(others, axis=-1).astype(mx.float32)
+        mx.eval(tokens, best, second)  # the one wait of a round
+        logits_of_best: Any = best.tolist()
+        require_finite(logits_of_best)
+        self._best = logits_of_best
+        self._tokens: Any = tokens.tolist()
+        self._second: Any = None if second is None else second.tolist()
+
+    def choose(self, row: int, depth: int) -> int:
+        """The target's own token behind a row."""
+        return int(self._tokens[row])
+
+    def is_near_tie(self, row: int) -> bool:
+        """Whether the two largest logits of a row are within what the order of summation may change."""
+        return bool(self._best[row] - self._second[row] <= self._tie_margin * abs(self._best[row]))
+
+
+class _Drawn:
+    """One round's rows at a temperature: tokens and probabilities, computed row by row when they are asked for."""
+
+    def __init__(self, processed: mx.array, proposal: Proposal, params: SamplingParams, position: int) -> None:
+        """`processed`: logits [R, V] behind bias and penalties; `position`: of the token behind the anchor."""
+        self._params = params
+        self._weights = np.asarray(_weights(processed, params))  # waits for the device
+        seed_at = params.seed, position, max(proposal.depths()) + 1
+        self._draws = uniforms(*seed_at)
+        self._acceptance_draws = uniforms(*seed_at, word=ACCEPTANCE) if proposal.drawn_from else None
+        self._filtered: dict[int, NDArray[np.float32]] = {}  # row -> what the filters leave of its weights
+
+    def choose(self, row: int, depth: int) -> int:
+        """The target's own token behind a row."""
+        return draw(self._row(row), float(self._draws[depth]))
+
+    def accepts(self, row: int, token: int, drawn_from: DrawnFrom) -> bool:
+        """Whether a token drawn from q stands behind a row of a chain: with probability min(1, p/q)."""
+        assert self._acceptance_draws is not None
+        return float(self._acceptance_draws[row]) * drawn_from.of(token) < float(self._shares(row)[token])
+
+    def replacement(self, row: int, drawn_from: DrawnFrom) -> int:
+        """A token from the residual (p - q)+; from p if nothing is left, which is rounding only."""
+        q = SparseProbs(np.array(drawn_from.ids), np.array(drawn_from.probs, np.float32))
+        return draw(residual(self._shares(row), q), float(self._draws[row]))
+
+    def chances(self, path: Sequence[int], asked: Sequence[Sequence[int]]) -> tuple[tuple[float, ...], ...]:
+        """Probabilities of tokens behind the rows of a path; empty where nothing was asked."""
+        return tuple(tuple(self._shares(row)[list(asked[row])].tolist()) for row in path) if asked else ()
+
+    def _row(self, row: int) -> NDArray[np.float32]:
+        """Probabilities [V] of a row up to a factor."""
+        if row not in self._filtered:
+            self._filtered[row] = _filtered(self._weights[row], self._params)
+            require_finite((float(self._filtered[row].sum(dtype=np.float64)),))
+        return self._filtered[row]
+
+    def _shares(self, row: int) -> NDArray[np.float32]:
+        """Probabilities [V] of a row."""
+        weights = self._row(row)
+        shares: NDArray[np.float32] = weights / weights.sum(dtype=np.float64).astype(np.float32)
+        return shares
 
 
 def _penalised(logits: mx.array, params: SamplingParams, table: Counts) -> mx.array:
@@ -88,16 +163,6 @@ def _penalised(logits: mx.array, params: SamplingParams, table: Counts) -> mx.ar
     result: mx.array = mx.array(logits)
     result[:, ids] = values
     return result
-
-
-def _greedy(logits: mx.array) -> Callable[[int, int], int]:
-    """The arg max of each row of [R, V]; the first one of equals."""
-    tokens, best = mx.argmax(logits, axis=-1), mx.max(logits, axis=-1).astype(mx.float32)
-    mx.eval(tokens, best)  # the one wait of a round
-    logits_of_best: Any = best.tolist()
-    require_finite(logits_of_best)
-    chosen: Any = tokens.tolist()
-    return lambda row, depth: int(chosen[row])
 
 
 def _weights(logits: mx.array, params: SamplingParams) -> mx.array:

@@ -12,11 +12,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from dflash.backends.mlx.positions import RowPositions
 from dflash.backends.mlx.states.base import LayerState, Span
 from dflash.backends.mlx.states.hybrid import HybridState
 from dflash.backends.mlx.states.keyvalue import KeyValueState, QuantizedKeyValueState
 from dflash.backends.mlx.states.recurrent import RecurrentState
+from dflash.core.tree import is_prefix, row_positions
 from dflash.errors import UnsupportedModel
+from dflash.types import Proposal
 
 QUANTISED_GROUP = 64
 """Values that share a scale in quantised keys and values, as in mlx-lm."""
@@ -72,6 +75,11 @@ class SessionCache:
         return all(layer.keeps_prefixes for layer in self.layers)
 
     @property
+    def supports_trees(self) -> bool:
+        """Whether every state can hold branches."""
+        return all(layer.supports_trees for layer in self.layers)
+
+    @property
     def rewinds(self) -> bool:
         """Whether every state can take committed tokens back (`rewind`)."""
         return all(layer.rewinds for layer in self.layers)
@@ -81,29 +89,37 @@ class SessionCache:
         assert self.rewinds and 0 <= num_tokens <= self.num_tokens
         self.span.start, self.span.num_rows = num_tokens, 0
 
-    def begin(self, num_rows: int, *, buckets: bool) -> None:
+    def begin(self, num_rows: int, *, buckets: bool, tree: Proposal | None = None) -> None:
         """Prepare a forward of `num_rows` rows behind the committed ones; what the last one fed and nobody committed is
-        forgotten. `buckets`: attention gets whole buckets of keys, the unused ones masked."""
-        if self.span.num_rows:
-            self.commit(0)
-        self.span.num_rows, self.span.in_buckets = num_rows, buckets
+        forgotten.
+
+        Args:
+            buckets: attention gets whole buckets of keys, the unused ones masked.
+            tree: what the first rows are, if not a chain.
+        """
+        span = self.span
+        if span.num_rows:
+            self.commit(())
+        span.num_rows, span.in_buckets, span.tree = num_rows, buckets, tree
+        span.positions = None if tree is None else RowPositions(row_positions(span.start, num_rows, tree))
         for layer in self.layers:
             layer.begin()
 
-    def commit(self, num_rows: int, refeed: Callable[[int], None] | None = None) -> None:
-        """Keep the first `num_rows` rows of the last forward and forget the rest; once per forward.
+    def commit(self, path: Sequence[int], refeed: Callable[[int], None] | None = None) -> None:
+        """Keep the rows `path` of the last forward (ascending; empty = none) and forget the rest; once per forward.
 
         Where a state cannot keep a part of them, the rows are fed again: by the layer's recorded call, or, where that
         is not possible, by `refeed`, which feeds so many rows to the whole model and is then committed as a whole.
         """
-        fed = self.span.num_rows
-        assert 0 <= num_rows <= fed, (num_rows, self.span)
+        fed, num_rows = self.span.num_rows, len(path)
+        assert all(before < after for before, after in zip((-1, *path), (*path, fed), strict=True)), (path, self.span)
+        assert is_prefix(path) or self.supports_trees, path
         for layer in self.layers:
-            layer.commit(num_rows)
+            layer.commit(path)
         if 0 < num_rows < fed and not self._replay(num_rows):
             assert refeed is not None, "this state cannot keep a part of a forward by itself"
             for layer in self.layers:
-                layer.commit(0)  # also those that were fed again by themselves
+                layer.commit(())  # also those that were fed again by themselves
             self.span.num_rows = 0
             refeed(num_rows)
         self.span.start += num_rows

@@ -9,6 +9,7 @@ A verify forward is handed to the device without waiting for it; the acceptor wa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -17,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash.backends.mlx import compat
+from dflash.backends.mlx.positions import RowRopes
 from dflash.backends.mlx.state import SessionCache, check_states, layer_kinds, widest_window
 from dflash.backends.mlx.taps import LayerRecorder
 from dflash.backends.mlx.tokens import DeviceTokens
@@ -88,6 +90,9 @@ class MLXTarget:
         self.dtype = compat.activation_dtype(model)
         calls = fast_rollback and not SessionCache(natives).keeps_prefixes
         self.recorder = LayerRecorder(layers, self.taps, calls=calls)
+        self._lock = threading.Lock()
+        self._ropes: RowRopes | None = None
+        self._no_trees: str | None = None
 
     @property
     def shape(self) -> TargetShape:
@@ -98,6 +103,17 @@ class MLXTarget:
     def model_name(self) -> str:
         """mlx-lm's name of the model's family."""
         return compat.model_name(self.model)
+
+    @property
+    def no_trees(self) -> str | None:
+        """Why this model cannot be fed trees, in a few words; None = it can. Found out by building the graph of one."""
+        with self._lock:
+            if self._ropes is None:
+                self._ropes = RowRopes(compat.rotary_embeddings(self.model))
+                self._no_trees = _trial(self.model, self.kv_bits)
+                if self._no_trees is not None:
+                    self._ropes.close()
+            return self._no_trees
 
     @property
     def num_features(self) -> int:
@@ -142,13 +158,13 @@ class MLXTarget:
     def close(self) -> None:
         """Leave the model's layers as they were found; sessions made before must not be used any more."""
         self.recorder.close()
+        if self._ropes is not None:
+            self._ropes.close()
+            self._ropes = None
 
 
 class MLXTargetSession:
     """One request's state of a target; implements `dflash.core.protocols.Target`."""
-
-    supports_trees = False
-    """mlx-lm's layers take positions from one offset per forward."""
 
     def __init__(self, target: MLXTarget, *, exact: bool = True, features: bool = True) -> None:
         self._target = target
@@ -169,6 +185,11 @@ class MLXTargetSession:
     def keeps_prefixes(self) -> bool:
         """Whether every layer state can keep a part of a forward; if not, the kept rows are fed again."""
         return self._cache.keeps_prefixes
+
+    @property
+    def supports_trees(self) -> bool:
+        """Whether every layer state can hold branches, and every layer can be given positions."""
+        return self._target.no_trees is None
 
     @property
     def num_tokens(self) -> int:
@@ -209,7 +230,7 @@ class MLXTargetSession:
         for start, end in zip(starts, [*starts[1:], last + 1], strict=True):
             cache.begin(end - start, buckets=False)
             logits, features = self._forward(ids[start:end])
-            cache.commit(end - start)
+            cache.commit(range(end - start))
             if features is not None:
                 pieces.append(features)
             if start < last:
@@ -225,27 +246,28 @@ class MLXTargetSession:
         assert 0 < self._cache.num_tokens + len(ids) <= self.max_length, "extend needs room in the context"
         self._cache.begin(len(ids), buckets=False)
         logits, _ = self._forward(ids)
-        self._cache.commit(len(ids))
+        self._cache.commit(range(len(ids)))
         self._num_fed = 0
         return logits[-1]
 
     def verify(self, anchor: int, proposal: Proposal) -> Verdict:
-        """Feed anchor + proposal (a chain) without committing them; what the last verify fed and nobody committed is
-        forgotten.
+        """Feed anchor + proposal without committing them; what the last verify fed and nobody committed is forgotten.
 
         Returns:
             logits [rows, V]; features [rows, taps x hidden] or None without taps; rows = len(proposal.tokens) + 1.
         """
-        assert proposal.parents is None, "chains only"
         target, cache = self._target, self._cache
         tokens, num_fed = proposal.tokens, len(proposal.tokens) + 1
-        assert 0 < cache.num_tokens <= target.max_length - num_fed, "verify needs a prompt and room in the context"
+        tree = None if proposal.parents is None else proposal
+        room = target.max_length - max(proposal.depths()) - 1
+        assert 0 < cache.num_tokens <= room, "verify needs a prompt and room in the context"
+        assert tree is None or self.supports_trees, target.no_trees
         drafted = (
             tokens.array.astype(mx.int32) if isinstance(tokens, DeviceTokens) else mx.array(list(tokens), mx.int32)
         )
         padding = [anchor] * (self._least_width - num_fed)
         ids = mx.concatenate([mx.array([anchor]), drafted, mx.array(padding, dtype=mx.int32)])
-        cache.begin(len(ids), buckets=self._exact)
+        cache.begin(len(ids), buckets=self._exact, tree=tree)
         logits, features = self._forward(ids)
         self._fed, self._num_fed = ids, num_fed
         mx.async_eval(logits)
@@ -255,9 +277,9 @@ class MLXTargetSession:
         return Verdict(logits[:num_fed], None if features is None else features[:num_fed])
 
     def commit(self, path: Sequence[int]) -> None:
-        """Keep the rows `path` (a chain's: 0, 1, 2 ...; empty = none) of those that the last `verify` fed."""
-        assert not path or path[-1] == len(path) - 1 < self._num_fed, (path, self._num_fed)
-        self._cache.commit(len(path), self._refeed)
+        """Keep the rows `path` (ascending; empty = none) of those that the last `verify` fed, drop the rest."""
+        assert not path or path[-1] < self._num_fed, (path, self._num_fed)
+        self._cache.commit(path, self._refeed)
         self._num_fed = 0
         mx.async_eval(self._cache.arrays())
 
@@ -279,3 +301,24 @@ class MLXTargetSession:
             logits: mx.array = target.model(ids[None], cache=self._cache.layers)
         features = mx.concatenate([row[0] for row in rows], axis=-1) if self._features else None
         return logits[0], features
+
+
+def _trial(model: nn.Module, kv_bits: int | None) -> str | None:
+    """Why `model` cannot be fed a tree, or None. Nothing is computed: what a layer does with the positions of a tree,
+    apart from turning keys and queries by them, fails while the graph is built."""
+    name = compat.model_name(model)
+    natives, tree = compat.layer_caches(model), Proposal.tree((0, 0, 0), (0, 0, 1))
+    cache = SessionCache(natives, kv_bits)
+    for native, layer in zip(natives, cache.layers, strict=True):
+        if not layer.supports_trees:
+            kinds = " and ".join(type(part).__name__ for part in getattr(native, "caches", (native,)))
+            return f"a layer of {name} keeps its state in {kinds}, which sums up all rows"
+    cache.begin(4, buckets=False, tree=tree)
+    try:
+        model(mx.zeros((1, 4), dtype=mx.int32), cache=cache.layers)
+    except (TypeError, ValueError) as error:
+        return f"layers of {name} use positions for more than a rotary embedding ({str(error).splitlines()[0]})"
+    positions = cache.span.positions
+    if positions is not None and positions.was_copied and not compat.copies_offsets(model):
+        return f"layers of {name} use positions for more than a rotary embedding"
+    return None

@@ -13,7 +13,7 @@ import torch
 
 from dflash.backends.torch.compat import LayerSpec
 from dflash.backends.torch.state import SessionCache
-from dflash.core.tree import ancestor_matrix
+from dflash.core.tree import ancestor_matrix, row_positions
 from dflash.types import Proposal
 
 ModelMask: TypeAlias = torch.Tensor | dict[str, torch.Tensor | None] | None
@@ -85,14 +85,6 @@ class BlockMask:
         triangle = block[:, start : start + block.shape[0]]  # narrower at the end of the storage
         triangle.fill_(self._hidden).triu_(diagonal=1)
         self._start = start
-
-
-def row_positions(start: int, num_rows: int, proposal: Proposal) -> Sequence[int]:
-    """Positions of a forward's rows: one after the other, or in a tree by depth. Padding rows have some position."""
-    if proposal.parents is None:
-        return range(start, start + num_rows)
-    depths = proposal.depths()
-    return [start + depth for depth in (*depths, *[0] * (num_rows - len(depths)))]
 
 
 def tree_mask(

@@ -18,13 +18,9 @@ from torch import Tensor
 
 from dflash.core.draws import ACCEPTANCE, uniforms
 from dflash.core.processing import Counts, Penalties, check_bias, has_penalties, require_finite
-from dflash.core.tree import undecided, walk, walk_drawn
+from dflash.core.tree import tie_margin, undecided, walk, walk_drawn
 from dflash.types import Acceptance, DrawnFrom, Proposal, SamplingParams, Verdict
 
-_ROUNDINGS = {torch.float32: 32, torch.float64: 32}
-"""Roundings by which a row of a tree may differ from the same row of a chain: measured on a CPU, 4e-5 at logits of 20
-in float32. In half precision one rounding of the result hides most of them."""
-_FEW_ROUNDINGS = 4
 _WITHOUT_FLOAT64 = frozenset({"mps"})
 
 
@@ -112,7 +108,7 @@ class _Judge:
         dtype: torch.dtype,
     ) -> None:
         """`position`: of the token behind the anchor; `dtype`: what the logits were computed in."""
-        self._roundings = _ROUNDINGS.get(dtype, _FEW_ROUNDINGS) * torch.finfo(dtype).eps
+        self._tie_margin = tie_margin(torch.finfo(dtype).eps)
         self._process, self._params, self._row_by_row = process, params, row_by_row
         self._depths = proposal.depths()
         self._seed_at = params.seed, position, max(self._depths) + 1
@@ -141,7 +137,7 @@ class _Judge:
     def is_near_tie(self, row: int) -> bool:
         """Whether the two largest logits of a row are within what the order of summation may change (greedy)."""
         two = self._process(slice(row, row + 1))[0].float().topk(2).values.tolist()
-        return bool(two[0] - two[1] <= self._roundings * abs(two[0]))
+        return bool(two[0] - two[1] <= self._tie_margin * abs(two[0]))
 
     def accepts(self, row: int, token: int, drawn_from: DrawnFrom) -> bool:
         """Whether a token drawn from q stands behind a row of a chain: with probability min(1, p/q)."""

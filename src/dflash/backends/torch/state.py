@@ -14,7 +14,8 @@ import torch
 
 from dflash.backends.torch.compat import Cache, LayerSpec
 from dflash.backends.torch.states import KINDS
-from dflash.backends.torch.states.base import BUCKET, LayerState, Span, is_prefix
+from dflash.backends.torch.states.base import BUCKET, LayerState, Span
+from dflash.core.tree import is_prefix
 from dflash.errors import UnsupportedModel
 
 __all__ = ["BUCKET", "SessionCache", "check_states", "session_cache"]

@@ -20,13 +20,14 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash.backends.torch import compat
-from dflash.backends.torch.masks import ModelMask, SessionMasks, row_positions
+from dflash.backends.torch.masks import ModelMask, SessionMasks
 from dflash.backends.torch.packing import KernelChoice, kernel_choice
 from dflash.backends.torch.replay import Record, Replay
 from dflash.backends.torch.state import check_states, session_cache
 from dflash.backends.torch.states import KINDS
 from dflash.backends.torch.taps import TapRecorder, concatenate, tapped_layers
 from dflash.core.pair import check_prompt, check_taps
+from dflash.core.tree import row_positions
 from dflash.errors import UnsupportedModel
 from dflash.types import Proposal, Verdict
 

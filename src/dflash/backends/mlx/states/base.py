@@ -1,9 +1,8 @@
 """What every kind of layer state has in common: where a forward writes, and what it must answer for.
 
 The contract of a forward: `begin` is called with the span set; the model writes through the methods that mlx-lm's own
-caches have; `commit(k)` keeps the first k of the fed rows, as if only these had ever been fed. Proposals are chains
-here: mlx-lm's layers take their positions from one offset, so that rows of different branches could not stand at the
-same place.
+caches have; `commit(path)` keeps some of the fed rows, as if only these had ever been fed: of a chain the first ones,
+of a tree those from the root to a node.
 """
 
 from __future__ import annotations
@@ -13,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+
+from dflash.backends.mlx.positions import RowPositions
+from dflash.types import Proposal
 
 BUCKET = 128
 """In exact mode attention gets a multiple of this many keys, the unused ones masked (docs/exactness.md)."""
@@ -28,12 +30,19 @@ class Span:
     """Rows fed, padding included."""
     in_buckets: bool = False
     """Whether the running forward gets whole buckets of keys."""
+    tree: Proposal | None = None
+    """What the running forward feeds, if that is a tree."""
+    positions: RowPositions | None = None
+    """Of a tree's rows, padding included."""
     least_keys: int = 0
     """Keys that are returned at least when whole buckets are (the probe's test)."""
 
 
 class LayerState(ABC):
     """State of one layer. Subclasses store it; `commit` must leave it as if only the kept rows had been fed."""
+
+    supports_trees = False
+    """Whether rows of one forward may belong to different branches: `commit` then takes paths that are no prefix."""
 
     keeps_prefixes = True
     """Whether `commit` can keep a part of the fed rows; if not, it puts the state back to the start of the forward, and
@@ -45,16 +54,18 @@ class LayerState(ABC):
     span: Span
 
     @property
-    def offset(self) -> int:
-        """Position of the first row of the running forward, from which mlx-lm's layers count."""
-        return self.span.start
+    def offset(self) -> int | RowPositions:
+        """Position of the first row of the running forward, from which mlx-lm's layers count; of a tree those of all
+        rows."""
+        return self.span.start if self.span.positions is None else self.span.positions
 
     def begin(self) -> None:  # noqa: B027  # most kinds have nothing to do
         """Prepare the forward that `span` describes; the last one has been committed."""
 
     @abstractmethod
-    def commit(self, num_rows: int) -> None:
-        """Keep the first `num_rows` rows of the last forward. Called before the committed length moves."""
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the rows `path` of the last forward (ascending), as if only these had been fed. Called before the
+        committed length moves."""
 
     @abstractmethod
     def free(self) -> None:

@@ -16,6 +16,7 @@ class HybridState(LayerState):
         self.span = span
         self.parts = tuple(parts)
         self.keeps_prefixes = all(part.keeps_prefixes for part in parts)
+        self.supports_trees = all(part.supports_trees for part in parts)
         self.rewinds = all(part.rewinds for part in parts)
 
     def __getitem__(self, index: int) -> LayerState:
@@ -25,9 +26,9 @@ class HybridState(LayerState):
         for part in self.parts:
             part.begin()
 
-    def commit(self, num_rows: int) -> None:
+    def commit(self, path: Sequence[int]) -> None:
         for part in self.parts:
-            part.commit(num_rows)
+            part.commit(path)
 
     def free(self) -> None:
         for part in self.parts:

@@ -1,8 +1,8 @@
 """Keys and values of attention layers, over the whole context or a window of it, plain or quantised.
 
-Rows are stored in the order of the text, never as a ring: the rejected rows of a forward then lie behind the committed
-length, where the next forward overwrites them, and nothing that a window still needs was overwritten to make room for
-them. A window's storage moves up in large steps.
+Rows are stored in the order in which they are fed, never as a ring: the rejected rows of a forward then lie behind the
+committed length, where the next forward overwrites them, and nothing that a window still needs was overwritten to make
+room for them. Of a tree the rows of the kept path move together. A window's storage moves up in large steps.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from dflash.backends.mlx.states.base import BUCKET, LayerState, Span
+from dflash.core.tree import is_prefix, keys_seen
 from dflash.errors import ConfigError
 
 GROWTH = 1.5
@@ -24,6 +25,8 @@ Stored = mx.array | tuple[mx.array, ...]
 
 class KeyValueState(LayerState):
     """Implements what mlx-lm's attention layers ask of a KVCache or a RotatingKVCache."""
+
+    supports_trees = True
 
     def __init__(self, span: Span, window: int | None = None) -> None:
         """`window`: keys that a row sees at most, itself included; None = the whole context."""
@@ -53,6 +56,8 @@ class KeyValueState(LayerState):
         [1, 1, N, keys]. Also when the storage moves within the forward, the keys returned are those told here."""
         start, window = self.span.start, window_size or self.window
         first, end = self._seen()
+        if self.span.tree is not None:
+            return mx.array(keys_seen(start, N, self.span.tree, range(first, end), window))[None, None]
         if not self.span.in_buckets and (window is None or start + N - first <= window):
             if N == 1:
                 return None
@@ -64,8 +69,13 @@ class KeyValueState(LayerState):
         mask = mask if window is None else mask & (keys > rows - window)
         return mask[None, None]  # with the axes of batch and heads: some models index them
 
-    def commit(self, num_rows: int) -> None:
-        pass  # moving the shared length is all there is to do
+    def commit(self, path: Sequence[int]) -> None:
+        if is_prefix(path):
+            return  # moving the shared length is all there is to do
+        start = self.span.start - self._base
+        rows = mx.array(list(path)) + start
+        for part in self.arrays():
+            part[..., start : start + len(path), :] = mx.take(part, rows, axis=-2)
 
     def free(self) -> None:
         self.keys = self.values = None

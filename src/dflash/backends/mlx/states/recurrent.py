@@ -54,8 +54,8 @@ class RecurrentState(ArraysCache, LayerState):
         self._before = list(self.cache)
         self.call = None
 
-    def commit(self, num_rows: int) -> None:
-        if num_rows != self.span.num_rows:
+    def commit(self, path: Sequence[int]) -> None:
+        if len(path) != self.span.num_rows:
             self.cache = list(self._before)
 
     def replay(self, num_rows: int) -> bool:

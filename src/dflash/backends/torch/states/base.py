@@ -98,11 +98,6 @@ class LayerState(ABC):
     get_max_cache_shape = get_max_length  # its name before Transformers 5.20
 
 
-def is_prefix(path: Sequence[int]) -> bool:
-    """Whether an ascending path is 0, 1, 2 ..., as a chain's is."""
-    return not path or path[-1] == len(path) - 1
-
-
 def gather(stored: torch.Tensor, start: int, path: Sequence[int], dim: int = 2) -> None:
     """Move the rows start + path of `stored` together, to start, start + 1 ...; in place."""
     rows = torch.tensor(path, device=stored.device) + start

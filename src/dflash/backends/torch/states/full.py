@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from dflash.backends.torch.compat import CacheLayerMixin, LayerSpec
-from dflash.backends.torch.states.base import LayerState, Span, gather, grown, is_prefix
+from dflash.backends.torch.states.base import LayerState, Span, gather, grown
+from dflash.core.tree import is_prefix
 
 
 class FullKeyValueState(LayerState, CacheLayerMixin):

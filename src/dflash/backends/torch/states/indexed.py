@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from dflash.backends.torch.compat import LayerSpec
-from dflash.backends.torch.states.base import Span, gather, grown, is_prefix
+from dflash.backends.torch.states.base import Span, gather, grown
 from dflash.backends.torch.states.full import FullKeyValueState
+from dflash.core.tree import is_prefix
 
 
 class IndexedState(FullKeyValueState):

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from dflash.backends.torch.compat import LayerSpec
-from dflash.backends.torch.states.base import Span, gather, grown, is_prefix
+from dflash.backends.torch.states.base import Span, gather, grown
 from dflash.backends.torch.states.full import FullKeyValueState
+from dflash.core.tree import is_prefix
 
 PAGE = 512
 """Storage moves on in steps of so many keys, and so does the first key returned in exact mode. CPU attention reads keys
