@@ -56,7 +56,7 @@ def test_a_lossless_engine_passes(engine: Engine, clean: AuditReport) -> None:
     for form in forms[2:]:
         texts = [text for text in clean.texts if text.form == form]
         assert sum(text.num_guesses for text in texts) > 20
-        assert sum(text.num_copied for text in texts) > 0 or engine.backend == "mlx", "texts of torch's target hold copies"
+        assert sum(text.num_copied for text in texts) > 0 or engine.backend == "mlx", "torch's texts repeat"
         assert (sum(text.num_branch_rows for text in texts) > 0) == (form == "trees")
     assert sum(clean.widths.kinds.values()) == len(engine.target.layer_kinds) >= 2
     assert clean.widths.num_rows == 32
@@ -223,6 +223,25 @@ def test_a_width_class_that_does_not_hold_is_caught(torch_engine: TorchEngine) -
         hook.remove()
 
 
+@pytest.mark.parametrize("fault", ["positions", "window", "path"])
+def test_a_fault_in_the_trees_of_mlx_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a tree at the position of their row, a window that counts rows, a kept path that does not move together:
+    no chain shows them."""
+    pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
+    state, core = "dflash.backends.mlx.state", "dflash.core.tree"
+
+    def by_row(start: int, num_rows: int, proposal: Proposal) -> Sequence[int]:
+        return range(start, start + num_rows)
+
+    engine = mlx_engine_of("Llama with windows")
+    if fault == "path":
+        monkeypatch.setattr(f"{state}s.keyvalue.is_prefix", lambda path: True)
+    else:
+        monkeypatch.setattr(f"{state if fault == 'positions' else core}.row_positions", by_row)
+    caught(engine, "in a tree")
+    engine.close()
+
+
 @pytest.mark.parametrize("fault", ["keys", "recurrence", "mask"])
 def test_a_fault_in_the_states_of_mlx_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of a window one row too few after a rejection, a recurrent state that keeps rejected rows, a row that sees
@@ -235,17 +254,17 @@ def test_a_fault_in_the_states_of_mlx_is_caught(fault: str, monkeypatch: pytest.
     if fault == "keys":
         commit = KeyValueState.commit
 
-        def lost(self: KeyValueState, num_rows: int) -> None:
-            commit(self, num_rows)
-            if 0 < num_rows < self.span.num_rows and self.window is not None:
+        def lost(self: KeyValueState, path: Sequence[int]) -> None:
+            commit(self, path)
+            if 0 < len(path) < self.span.num_rows and self.window is not None:
                 assert self.keys is not None and not isinstance(self.keys, tuple)
-                at = self.span.start + num_rows - 1 - self._base
+                at = self.span.start + len(path) - 1 - self._base
                 self.keys[..., at, :] = self.keys[..., at + 1, :]
 
         monkeypatch.setattr(KeyValueState, "commit", lost)
     elif fault == "recurrence":
         monkeypatch.setattr(RecurrentState, "keeps_prefixes", True)
-        monkeypatch.setattr(RecurrentState, "commit", lambda self, num_rows: None)
+        monkeypatch.setattr(RecurrentState, "commit", lambda self, path: None)
     else:
         make_mask = KeyValueState.make_mask
 
