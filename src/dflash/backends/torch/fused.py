@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dflash.backends.torch import half
 from dflash.backends.torch.packing import KernelChoice, PackedLinear, is_packable
 
 
@@ -44,7 +45,10 @@ class FusedLinears:
 
 
 def packed(linear: nn.Linear) -> nn.Linear:
-    """`linear` on packed weights, single rows too, where they can be packed; its bits are compared with nobody's."""
+    """`linear` on packed weights, in float16 where that holds them, single rows too; its bits are compared with
+    nobody's."""
+    if half.holds(linear.weight):
+        return half.HalfLinear(linear)
     return PackedLinear(linear, KernelChoice(packs_single=True)) if is_packable(linear.weight) else linear
 
 
