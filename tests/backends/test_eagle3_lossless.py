@@ -48,7 +48,11 @@ SHORT = dataclasses.replace(SAMPLED, max_new_tokens=24)
 CHECKED: dict[str, Any] = {"max_new_tokens": 40, "dtype": "float32", "device": "cpu", "num_threads": 1} | {
     "prompts": [Conversation(id=str(n), turns=(text,), source="", context=()) for n, text in enumerate(PROMPTS[:1])]
 }
-MODES = [Drafting(fixed=True), Drafting(mode="exact", copies=False), Drafting(mode="fast", copies=False, draws=False)]
+MODES = [
+    Drafting(fixed=True),
+    Drafting(mode="exact", copies=False, steady=True),
+    Drafting(mode="fast", copies=False, draws=False, steady=True),
+]
 TARGETS: dict[str, Callable[[], PreTrainedModel]] = {"llama": llama, "qwen3": qwen3}
 
 
@@ -151,7 +155,7 @@ def test_trees_are_fed(engines: dict[str, Engine]) -> None:
     """Fault: mode "fast" feeds chains only."""
     engine = engines["speculators"]
     engine.memory = Memory(CostTracker(FREE_ROWS))
-    stats = engine.generate(PROMPTS[2], SHORT, drafting=Drafting(mode="fast", copies=False)).stats
+    stats = engine.generate(PROMPTS[2], SHORT, drafting=Drafting(mode="fast", copies=False, steady=True)).stats
     assert max(stats.rows) > engine.drafter.session().max_proposal + 1  # type: ignore[union-attr]
 
 

@@ -76,7 +76,7 @@ def test_forms_give_one_text(backend: OwnBackend) -> None:
 
 def test_a_draft_is_used_in_the_speculative_form_only(backend: OwnBackend) -> None:
     """Guards against a speed-up of plain decoding over itself."""
-    plain, drafted = (backend.generate(request(), form).rounds for form in ("plain", "dflash"))
+    plain, drafted = (backend.generate(request(), form).rounds for form in ("plain", "dflash-fixed"))
     assert plain is not None and drafted is not None
     assert plain.num_proposed == 0
     assert drafted.num_proposed

@@ -81,7 +81,8 @@ def test_same_rounds_as_this_package(backend: native.TransformersBackend, folder
     """Guards against a comparison of two different drafts: the peer must propose what our own loop proposes."""
     target, draft = folders
     engine = dflash.load(str(target), str(draft), dtype="float32", device="cpu", num_threads=1)
-    ours = engine.generate(QUESTION, SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True))
+    params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    ours = engine.generate(QUESTION, params, drafting=Drafting(fixed=True))
     theirs = backend.generate(request(), "native")
     assert theirs.token_ids == tuple(ours.token_ids)
     assert theirs.text == ours.text
