@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import dflash
-from dflash import SamplingParams
+from dflash import Drafting, SamplingParams
 from dflash.backends.torch.loading import open_target
 from dflash.backends.torch.target import TorchTarget
 from dflash.bench.backends import transformers as native
