@@ -110,6 +110,7 @@ MLX_DRAFTERS: Mapping[str, str] = MappingProxyType(
         "dflash": "dflash.backends.mlx.drafters.dflash:DFlashDrafter",
         "dflash2": "dflash.backends.mlx.drafters.dflash2:DFlash2Drafter",
         "dspark": "dflash.backends.mlx.drafters.dspark:DSparkDrafter",
+        "eagle3": "dflash.backends.mlx.drafters.eagle3:Eagle3Drafter",
         "autoregressive": "dflash.backends.mlx.drafters.autoregressive:AutoregressiveDrafter",
     }
 )

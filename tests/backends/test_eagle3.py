@@ -10,11 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dflash.backends.torch.drafters.eagle3 import Eagle3Drafter
-from dflash.backends.torch.eagle3_model import llama3_frequencies
 from dflash.backends.torch.target import TorchTarget
 from dflash.core.draft_config import Yarn
 from dflash.core.draft_tensors import expected_tensors
-from dflash.core.eagle3_config import Eagle3Config, Llama3Rope
+from dflash.core.eagle3_config import Eagle3Config, Llama3Rope, llama3_frequencies
 from tests.backends.eagle3_drafts import TAPS, eagle3_config, random_eagle3
 from tests.backends.eagle3_reference import Reference
 from tests.backends.tiny_targets import VOCAB_SIZE
@@ -163,11 +162,8 @@ def test_scaled_frequencies_are_transformers() -> None:
     config = LlamaConfig(
         hidden_size=512, num_attention_heads=4, rope_parameters=scaling, max_position_embeddings=131072
     )
-    ours = llama3_frequencies(
-        500000.0,
-        128,
-        Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192),
-    )
+    stretch = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    ours = torch.from_numpy(llama3_frequencies(500000.0, 128, stretch))
     theirs = LlamaRotaryEmbedding(config).inv_freq
     assert torch.allclose(ours, theirs.float(), rtol=1e-5)
     assert not torch.allclose(ours, 500000.0 ** -(torch.arange(0, 128, 2) / 128), rtol=1e-2)

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 from dflash import Drafting
 from dflash.backends.torch.drafters.eagle3 import Eagle3Drafter
-from dflash.backends.torch.engine import TorchEngine as Engine
 from dflash.backends.torch.sampling import TorchAcceptor
 from dflash.backends.torch.target import TorchTarget
 from dflash.check.run import check
 from dflash.core.cost import CostCurve, CostTracker
 from dflash.core.draft_reader import read_draft
 from dflash.core.drafting import make_session
+from dflash.core.engine import Engine
 from dflash.core.loop import speculative_rounds
 from dflash.core.memory import Memory
 from dflash.core.stopping import StopRule
@@ -37,7 +37,8 @@ from tests.backends.eagle3_drafts import (
     speculators,
     train_eagle3,
 )
-from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, load_with_taps, open_engine
+from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, OpenEngine, load_with_taps
+from tests.backends.pairs import open_engine as open_torch_engine
 from tests.backends.tiny_pair import save_target
 from tests.backends.tiny_targets import VOCAB_SIZE, llama, qwen3, tokens
 from tests.cli.test_documents import blocks
@@ -107,7 +108,7 @@ def test_any_weights_on_any_target(family: str, weights: str) -> None:
 @pytest.fixture(scope="module")
 def layouts(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One draft that has learnt this target's answers, in both layouts. Its taps are listed in either numbering."""
-    engine = open_engine(target_folder, None)
+    engine = open_torch_engine(target_folder, None)
     network = random_eagle3(eagle3_config())
     pairs = [(engine.tokenize(prompt), engine.generate(prompt, GREEDY).token_ids) for prompt in PROMPTS[:1]]
     engine.close()
@@ -123,7 +124,8 @@ def layouts(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 @pytest.fixture(scope="module")
-def engines(target_folder: Path, layouts: dict[str, Path]) -> dict[str, Engine]:
+def engines(open_engine: OpenEngine, target_folder: Path, layouts: dict[str, Path]) -> dict[str, Engine]:
+    """On each backend in turn."""
     return {name: open_engine(target_folder, folder) for name, folder in layouts.items()}
 
 
@@ -159,10 +161,15 @@ def test_trees_are_fed(engines: dict[str, Engine]) -> None:
     assert max(stats.rows) > engine.drafter.session().max_proposal + 1  # type: ignore[union-attr]
 
 
-def test_check_describes_and_judges(target_folder: Path, layouts: dict[str, Path]) -> None:
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_check_describes_and_judges(backend: str, target_folder: Path, layouts: dict[str, Path]) -> None:
     """Fault: a draft whose taps are one layer off passes, or a good one is called misread. SafeAILab's list of outputs
     copied to the top level, where ids mean inputs, is that mistake."""
-    report = check(str(target_folder), str(layouts["safeailab"]), **CHECKED)
+    options = dict(CHECKED)
+    if backend == "mlx":
+        pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
+        options |= {"num_threads": None}
+    report = check(str(target_folder), str(layouts["safeailab"]), backend=backend, **options)
     rows = {row.name: row for row in report.rows}
     assert report.usable, report.findings
     assert rows["taps"].value.startswith("0, 1, 2: outputs")
@@ -177,7 +184,7 @@ def test_check_describes_and_judges(target_folder: Path, layouts: dict[str, Path
 def test_check_finds_taps_one_layer_off(target_folder: Path, tmp_path: Path) -> None:
     """Fault: ids that mean outputs are read as inputs, and nothing shows but speed."""
     taps = (1,)
-    engine = open_engine(target_folder, None)
+    engine = open_torch_engine(target_folder, None)
     network = random_eagle3(eagle3_config(target_layer_ids=taps))
     pairs = [(engine.tokenize(prompt), engine.generate(prompt, GREEDY).token_ids) for prompt in PROMPTS[:1]]
     engine.close()
@@ -191,7 +198,7 @@ def test_check_finds_taps_one_layer_off(target_folder: Path, tmp_path: Path) -> 
     assert any("one layer later" in finding.message for finding in report.findings)
 
 
-def test_taps_follow_from_the_targets_depth(tmp_path: Path) -> None:
+def test_taps_follow_from_the_targets_depth(open_engine: OpenEngine, tmp_path: Path) -> None:
     """Fault: a checkpoint that lists no taps, as SafeAILab's do not, is refused or tapped elsewhere."""
     target = save_target(tmp_path / "deep", num_hidden_layers=8)
     config = dataclasses.replace(eagle3_config(), target_layer_ids=())
@@ -214,13 +221,13 @@ def test_misfits_are_refused(target_folder: Path, layouts: dict[str, Path], tmp_
     other = eagle3_config(vocab_size=200)
     folder = save_eagle3(tmp_path / "other", random_eagle3(other), speculators(other))
     with pytest.raises(PairError, match="vocabulary size 200"):
-        open_engine(target_folder, folder)
+        open_torch_engine(target_folder, folder)
     with pytest.raises(UnsupportedModel, match="cannot be written in a layout of block drafts"):
         convert_draft(layouts["speculators"], tmp_path / "out", "z-lab")
     with pytest.raises(UnsupportedModel, match="has no block"):
         load_draft(layouts["speculators"], torch.device("cpu"), torch.float32)
     with pytest.raises(ConfigError, match="width 40"):
-        open_engine(target_folder, layouts["speculators"], width=40)
+        open_torch_engine(target_folder, layouts["speculators"], width=40)
 
 
 def test_a_draft_window(engines: dict[str, Engine]) -> None:

@@ -7,7 +7,11 @@ a round, the anchor's and those of the chain. Knows what the numbers mean; how f
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dflash.core.draft_config import (
     MAX_BLOCK_SIZE,
@@ -37,6 +41,17 @@ class Llama3Rope:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+def llama3_frequencies(theta: float, head_dim: int, scaling: Llama3Rope) -> NDArray[np.float32]:
+    """Angle per position of each rotary pair [D / 2]: pairs that turn fewer than `low_freq_factor` times over the
+    original context are slowed down by the factor, those that turn more than `high_freq_factor` times are not."""
+    plain = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = ((turns - scaling.low_freq_factor) / span).clip(0, 1)
+    frequencies: NDArray[np.float64] = plain * kept + plain / scaling.factor * (1 - kept)
+    return frequencies.astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,18 @@ from dflash.core.draft_config import DraftConfig, LayerAttention, Yarn
 class Rotary:
     """Rotary embedding of one draft layer."""
 
-    def __init__(self, config: DraftConfig, number: int) -> None:
+    def __init__(
+        self, config: DraftConfig, number: int, *, scale: float = 1.0, periods: mx.array | None = None
+    ) -> None:
+        """`scale`: of positions; `periods` [D/2]: instead of those that follow from the configuration."""
         self._width = config.head_dim
         self._interleaved = config.rope_interleaved
         self._theta = config.rope_theta_of(number)
+        self._scale = scale
         self._yarn = config.yarn
-        self._periods = None if config.yarn is None else _stretched_periods(self._width, self._theta, config.yarn)
+        self._periods = periods
+        if config.yarn is not None:
+            self._periods = _stretched_periods(self._width, self._theta, config.yarn)
 
     def __call__(self, rows: mx.array, offset: int) -> mx.array:
         """Rotate [1, heads, S, D] for the positions offset.. ."""
@@ -35,7 +41,7 @@ class Rotary:
             self._width,
             traditional=self._interleaved,
             base=self._theta if self._periods is None else None,
-            scale=1.0,
+            scale=self._scale,
             offset=offset,
             freqs=self._periods,
         )

@@ -10,23 +10,29 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash.backends.mlx.draft_model import DraftModel
+from dflash.backends.mlx.eagle3_model import Eagle3Model
 from dflash.core.draft_reader import DraftDescription, read_draft
-from dflash.errors import CheckpointError
+from dflash.core.eagle3_config import Eagle3Config
+from dflash.errors import CheckpointError, UnsupportedModel
 
 
 def load_draft(folder: Path, dtype: mx.Dtype) -> DraftModel:
-    """Read a draft folder of any dialect into a network ready for inference.
+    """Read a block draft's folder of any dialect into a network ready for inference.
 
     Every expected tensor must be there with its shape and finite numbers, and no other: a draft with a hole would
     still give correct text, only slowly. Raises CheckpointError (also for weights that overflow `dtype`) or
     UnsupportedModel.
     """
-    return load_described(read_draft(folder), dtype)
+    network = load_described(read_draft(folder), dtype)
+    if not isinstance(network, DraftModel):
+        raise UnsupportedModel(f"{folder} is an EAGLE-3 draft, which has no block; use a draft of blocks here.")
+    return network
 
 
-def load_described(draft: DraftDescription, dtype: mx.Dtype) -> DraftModel:
-    """As `load_draft`, for a folder that has been read already."""
-    network = DraftModel(draft.config)
+def load_described(draft: DraftDescription, dtype: mx.Dtype) -> DraftModel | Eagle3Model:
+    """As `load_draft`, for a folder that has been read already, and for EAGLE-3 drafts too."""
+    config = draft.config
+    network = Eagle3Model(config) if isinstance(config, Eagle3Config) else DraftModel(config)
     network.vocabulary = draft.vocabulary
     network.load_weights(list(read_tensors(draft, dtype).items()), strict=True)
     network.eval()

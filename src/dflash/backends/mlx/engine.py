@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash.backends.mlx.calibration import device_of
-from dflash.backends.mlx.compat import activation_dtype
+from dflash.backends.mlx.compat import activation_dtype, decoder_layers
 from dflash.backends.mlx.draft_loading import load_described
 from dflash.backends.mlx.exactness import probe
 from dflash.backends.mlx.loading import (
@@ -32,6 +32,7 @@ from dflash.backends.mlx.target import MLXTarget
 from dflash.core.calibration import Device, load_costs
 from dflash.core.draft_reader import DraftDescription
 from dflash.core.drafting import SharedDrafter
+from dflash.core.eagle3_config import tap_findings
 from dflash.core.engine import Engine
 from dflash.core.engine_info import EngineInfo
 from dflash.core.exactness import PROBED_WIDTH, WIDEST_ON_DEVICES, WidthClass
@@ -103,6 +104,7 @@ def load(
         kinds=MLX_DRAFTERS,
     )
     loaded = load_target(pair.target, dtype=chosen_dtype, trust_remote_code=trust_remote_code, progress=report)
+    pair = pair.for_target(len(decoder_layers(loaded.model)))
     # The draft's weights before the probe: wrong ones should not cost its time.
     make_drafter = _make_drafter(pair, loaded, chosen_dtype, report)
     exactness = _probe(loaded, pair.num_rows, kv_bits, report) if exact else None
@@ -221,6 +223,7 @@ def _load_draft(
     check_shapes(config, shape, draft_name=source.name, target_name=target_name)
     tokens = TargetTokens.of_tokenizer(target.tokenizer, end_of_sequence_ids(target))
     warn(token_findings(config.mask_token_id, raw_config(source.path), tokens))
+    warn(tap_findings(config, shape.num_layers))
     report(f"loading draft {source.name}", None)
     # float16 overflows in the feature fusion of real targets; the drafter casts at its border.
     dtype = activation_dtype(target.model)

@@ -10,7 +10,6 @@ S kept rows, D head width.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 from dflash.backends.torch.draft_attention import RMSNorm, Rotary, rotary_tables, rotate
 from dflash.backends.torch.draft_model import MLP
 from dflash.backends.torch.packing import KernelChoice, pack_linears
-from dflash.core.eagle3_config import Eagle3Config, Llama3Rope
+from dflash.core.eagle3_config import Eagle3Config, llama3_frequencies
 
 
 @dataclass
@@ -183,7 +182,8 @@ class Eagle3Model(nn.Module):
         """Tables [R, 1, D] for rows at these positions."""
         config = self.config
         if config.llama3 is not None:
-            frequencies = llama3_frequencies(config.rope_theta, config.head_dim, config.llama3).to(positions_R.device)
+            frequencies = torch.from_numpy(llama3_frequencies(config.rope_theta, config.head_dim, config.llama3))
+            frequencies = frequencies.to(positions_R.device)
             angles = (positions_R.float()[:, None] * frequencies).repeat(1, 2)[:, None]
             return Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
         if config.rope_factor != 1:
@@ -199,13 +199,3 @@ class Eagle3Model(nn.Module):
 
     def _layers(self) -> list[Eagle3Layer]:
         return [layer for layer in self.layers if isinstance(layer, Eagle3Layer)]
-
-
-def llama3_frequencies(theta: float, head_dim: int, scaling: Llama3Rope) -> Tensor:
-    """Angle per position of each rotary pair [D / 2]: pairs that turn fewer than `low_freq_factor` times over the
-    original context are slowed down by the factor, those that turn more than `high_freq_factor` times are not."""
-    plain = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
-    return plain * kept + plain / scaling.factor * (1 - kept)
