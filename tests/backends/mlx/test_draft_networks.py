@@ -62,6 +62,9 @@ class Target:
         self.embed_weight = torch.randn(VOCAB_SIZE, H, generator=generator)
         self.head_weight = torch.randn(VOCAB_SIZE, H, generator=generator)
 
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.head_weight.T
+
 
 class MLXTargetDouble:
     """The same, as the MLX drafters ask for it."""
