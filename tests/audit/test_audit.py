@@ -223,21 +223,16 @@ def test_a_width_class_that_does_not_hold_is_caught(torch_engine: TorchEngine) -
         hook.remove()
 
 
-@pytest.mark.parametrize("fault", ["positions", "window", "path"])
+@pytest.mark.parametrize("fault", ["positions", "path"])
 def test_a_fault_in_the_trees_of_mlx_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a tree at the position of their row, a window that counts rows, a kept path that does not move together:
-    no chain shows them."""
+    """Rows of a tree at the position of their row, a kept path that does not move together: no chain shows them."""
     pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
-    state, core = "dflash.backends.mlx.state", "dflash.core.tree"
-
-    def by_row(start: int, num_rows: int, proposal: Proposal) -> Sequence[int]:
-        return range(start, start + num_rows)
-
+    places = "dflash.backends.mlx.state"
     engine = mlx_engine_of("Llama with windows")
-    if fault == "path":
-        monkeypatch.setattr(f"{state}s.keyvalue.is_prefix", lambda path: True)
+    if fault == "positions":
+        monkeypatch.setattr(f"{places}.row_positions", lambda start, num_rows, tree: range(start, start + num_rows))
     else:
-        monkeypatch.setattr(f"{state if fault == 'positions' else core}.row_positions", by_row)
+        monkeypatch.setattr(f"{places}s.keyvalue.is_prefix", lambda path: True)
     caught(engine, "in a tree")
     engine.close()
 

@@ -42,8 +42,7 @@ def sessions(kind: str, target: TorchTarget, folder: Path) -> tuple[TorchSession
     return TorchDrafter(network, target).session(), ours
 
 
-@pytest.mark.parametrize("kind", CASES)
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("kind", "window"), [*((kind, None) for kind in CASES), ("plain", 4), ("two layers", 4)])
 def test_logits_and_proposals_are_those_of_torch(
     kind: str, window: int | None, target: TorchTarget, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
 pytest.importorskip("mlx_lm", reason="needs mlx-lm: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
+
+import mlx.nn as nn  # noqa: E402
 
 from dflash.backends.mlx.compat import rotary_embeddings  # noqa: E402
 from dflash.backends.mlx.positions import RowPositions, RowRopes  # noqa: E402
@@ -27,7 +30,7 @@ PROMPT = tokens(11)
 NEXT = tokens(3, seed=2)
 ANCHOR = 5
 TREE = Proposal.tree((7, 8, 9, 10, 11, 12, 13), (0, 1, 0, 3, 2, 3, 6))
-PATHS = [(0,), (0, 3), (0, 1, 2, 5), (0, 3, 4), (0, 3, 6, 7)]
+PATHS = [(0, 3), (0, 1, 2, 5), (0, 3, 6, 7)]
 WITH_TREES = [name for name, family in FAMILIES.items() if family.refused is family.no_trees is None]
 WITHOUT = [name for name, family in FAMILIES.items() if family.no_trees is not None]
 
@@ -91,6 +94,46 @@ def test_models_that_cannot_hold_branches_say_why(name: str) -> None:
     assert str(FAMILIES[name].no_trees) in str(shared.no_trees)
     assert not shared.session().supports_trees
     assert [type(module) for module in model.modules()] == kinds, "nothing is watched in vain"
+    shared.close()
+
+
+class Curious(nn.Module):
+    """A rotary embedding that does something with the offset beside."""
+
+    def __init__(self, look: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.look = look
+        self.rope = nn.RoPE(16)
+
+    def __call__(self, x: Any, offset: Any = 0) -> Any:
+        self.look(offset)
+        return self.rope(x, offset=offset)
+
+
+def is_int(offset: Any) -> None:
+    assert isinstance(offset, int)
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "method": lambda offset: offset if isinstance(offset, int) else offset.item(),
+    "index": lambda offset: offset if isinstance(offset, int) else offset[0],
+    "sum": lambda offset: offset + 1,
+    "array": mx.array,
+    "check": is_int,
+    "key": lambda offset: {0: 1}.get(offset),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_model_that_looks_at_positions_decodes_in_chains(look: str) -> None:
+    """Fault: a model that decoded well is ended by the trial, or passes it."""
+    model = FAMILIES["Llama"].build()
+    model.layers[1].self_attn.rope = Curious(LOOKS[look])
+    shared = MLXTarget(model, max_length=MAX_LENGTH)
+    assert "more than a rotary embedding" in str(shared.no_trees)
+    session = shared.session()
+    session.prefill(PROMPT)
+    close(session.verify(ANCHOR, Proposal()).logits[0], model(mx.array([[*PROMPT, ANCHOR]]))[0, -1])
     shared.close()
 
 

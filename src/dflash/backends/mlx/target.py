@@ -29,6 +29,10 @@ CLEAR_EVERY = 256
 """Rounds after which MLX's pool of freed buffers is emptied: growing states leave ever larger ones behind."""
 
 
+_MISUSE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model may raise that takes positions for a number. It then decodes in chains as if nothing had been tried."""
+
+
 class MLXTarget:
     """Weights side of a target, shared by sessions.
 
@@ -316,8 +320,9 @@ def _trial(model: nn.Module, kv_bits: int | None) -> str | None:
     cache.begin(4, buckets=False, tree=tree)
     try:
         model(mx.zeros((1, 4), dtype=mx.int32), cache=cache.layers)
-    except (TypeError, ValueError) as error:
-        return f"layers of {name} use positions for more than a rotary embedding ({str(error).splitlines()[0]})"
+    except _MISUSE as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"layers of {name} use positions for more than a rotary embedding ({what})"
     positions = cache.span.positions
     if positions is not None and positions.was_copied and not compat.copies_offsets(model):
         return f"layers of {name} use positions for more than a rotary embedding"
