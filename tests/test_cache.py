@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,17 +111,22 @@ def test_concurrent_callers_build_once_and_the_second_is_told(tmp_path: Path) ->
     started = threading.Event()
     builds: list[Path] = []
     told: list[str] = []
+    heard = threading.Event()
 
     def slow(folder: Path) -> None:
         builds.append(folder)
         started.set()
-        time.sleep(0.6)  # longer than the first try for the lock, so that the other caller has to wait
+        heard.wait(60)  # the other caller has to wait and is told so
         writer()(folder)
+
+    def tell(message: str) -> None:
+        told.append(message)
+        heard.set()
 
     first = threading.Thread(target=build_once, args=(tmp_path / "abc", slow), kwargs={"source": SOURCE})
     first.start()
     started.wait()
-    build_once(tmp_path / "abc", slow, source=SOURCE, wait=told.append)
+    build_once(tmp_path / "abc", slow, source=SOURCE, wait=tell)
     first.join()
     assert len(builds) == 1
     assert len(told) == 1

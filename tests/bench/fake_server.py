@@ -20,6 +20,8 @@ Behaviour = Callable[["FakeServer", Handler, dict[str, Any]], None]
 
 CHUNKS = ("Hel", "lo, ", "wor", "ld.")
 TOKEN_IDS = ((1, 2), (3,), (4, 5, 6), (7,))
+HANG_SECONDS = 150.0
+"""How long a handler that hangs keeps its connection."""
 NUM_TOKENS = sum(map(len, TOKEN_IDS))
 PROMPT_IDS = (9, 8, 7)
 
@@ -177,14 +179,14 @@ def status(code: int, text: str = "no") -> Behaviour:
 
 def hang(fake: FakeServer, handler: Handler, body: dict[str, Any]) -> None:
     """Never answers."""
-    fake.over.wait(30)
+    fake.over.wait(HANG_SECONDS)
 
 
 def hang_in_stream(fake: FakeServer, handler: Handler, body: dict[str, Any]) -> None:
     """Stops in the middle of an answer."""
     start_stream(handler)
     event(handler, chunk("Hel"))
-    fake.over.wait(30)
+    fake.over.wait(HANG_SECONDS)
 
 
 def drip(fake: FakeServer, handler: Handler, body: dict[str, Any]) -> None:

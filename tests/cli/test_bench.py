@@ -261,7 +261,7 @@ def test_a_server_that_dies_on_the_way(no_page: None, cli: CommandLine, tmp_path
         (fake_server.die if len(server.bodies) > 4 else answering)(server, handler, body)
 
     with fake_server.serving(chat, metrics="up 1\n", version={"version": "0"}) as server:
-        words = f"--backend vllm --url {server.url} --limit 8 --repeats 1 --timeout 5"
+        words = f"--backend vllm --url {server.url} --limit 8 --repeats 1 --timeout 60"
         outcome = cli.run("bench", *words.split(), "--out", str(tmp_path / "run"))
     assert outcome.code == 3
     assert "nobody answers at" in outcome.err
@@ -284,10 +284,10 @@ def test_ctrl_c_while_a_server_hangs(no_page: None, cli: CommandLine, tmp_path: 
 
     started = time.perf_counter()
     with fake_server.serving(chat) as server:
-        words = f"--backend openai --url {server.url} --limit 8 --repeats 1 --timeout 25"
+        words = f"--backend openai --url {server.url} --limit 8 --repeats 1 --timeout 150"
         outcome = cli.run("bench", *words.split(), "--out", str(tmp_path / "run"))
     assert outcome.code == 130
-    assert time.perf_counter() - started < 20
+    assert time.perf_counter() - started < 120
     record = RunRecord.model_validate_json((tmp_path / "run" / "record.jsonl").read_text(encoding="utf-8"))
     assert record.cells[0].forms[0].num_done == 3
     assert not record.finished

@@ -28,6 +28,8 @@ class Page(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         habit = os.environ.get("FAKE_ENGINE_HABIT", "")
         self._send(503 if habit == "silent" else 200, {} if self.path == "/health" else ANSWERS.get(self.path, {}))
+        if habit == "fails" and self.path == "/health":  # whoever waited for it knows now that it serves
+            threading.Timer(0.2, lambda: os._exit(FAILS_WITH)).start()
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", "0")))
@@ -63,8 +65,6 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     port = int(sys.argv[sys.argv.index("--port") + 1])
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Page)
-    if habit == "fails":
-        threading.Timer(1.0, lambda: os._exit(FAILS_WITH)).start()
     sys.stdout.write("fake engine serves\n")
     sys.stdout.flush()
     server.serve_forever(poll_interval=0.05)

@@ -13,8 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from dflash.launch.plan import Plan
 from dflash.launch.server import healthy, serving
 from tests.launch import fake_engine
 
-SOON = 20.0
+SOON = 120.0
+"""Seconds for what takes one: starting Python alone may take ten beside other jobs."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -130,9 +131,14 @@ def test_dies_before_it_serves(tmp_path: Path) -> None:
 def test_never_healthy(tmp_path: Path) -> None:
     """Guards against hanging on an engine that hangs."""
     stage, waits = Stage(tmp_path, "silent"), list[float]()
+
+    def wait(passed: float) -> None:
+        waits.append(passed)
+        stage.told()  # its processes have started, however long that takes
+
     with (
         pytest.raises(EngineError, match="--ready-timeout"),
-        serving(stage.plan, environment=stage.environment, log=stage.log, ready_seconds=3.0, waiting=waits.append),
+        serving(stage.plan, environment=stage.environment, log=stage.log, ready_seconds=0.5, waiting=wait),
     ):
         pytest.fail("it never served")
     assert waits
@@ -186,12 +192,14 @@ def test_the_command_when_the_engine_fails(tmp_path: Path) -> None:
     with _command(stage, tmp_path) as running:
         assert running.wait(SOON) == 2
     said = stage.log.read_text(encoding="utf-8")
+    assert "ready on" in said
     assert f"exit code {fake_engine.FAILS_WITH}" in said
     assert "Traceback" not in said
     stage.assert_gone()
 
 
-def _command(stage: Stage, folder: Path) -> subprocess.Popen[bytes]:
+@contextmanager
+def _command(stage: Stage, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`dflash launch sglang`, over a module that is called like SGLang's and is the fake."""
     module = folder / "modules" / "sglang" / "launch_server.py"
     module.parent.mkdir(parents=True)
@@ -200,13 +208,18 @@ def _command(stage: Stage, folder: Path) -> subprocess.Popen[bytes]:
     path = os.pathsep.join([str(folder / "modules"), str(ROOT / "src"), str(ROOT)])
     stage.log.touch()
     with stage.log.open("wb") as output:
-        return subprocess.Popen(
+        running = subprocess.Popen(
             [sys.executable, "-m", "dflash", *words, "--port", str(stage.port)],
             env={**stage.environment, "PYTHONPATH": path},
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
+    with running:
+        try:
+            yield running
+        finally:
+            running.kill()  # else leaving the block waits for ever where an assertion has failed
 
 
 def _until(holds: Any) -> None:

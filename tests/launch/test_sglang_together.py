@@ -20,7 +20,7 @@ def test_started_asked_and_stopped(tmp_path: Path) -> None:
     SGLang's proposals for accepted tokens."""
     stage = Stage(tmp_path)
     with serving(stage.plan, environment=stage.environment, log=stage.log):
-        options = BackendOptions(url=stage.plan.url, stream=False, timeout=20.0)
+        options = BackendOptions(url=stage.plan.url, stream=False, timeout=120.0)
         backend = open_backend(options, lambda what, share: None)
         request = Request(messages=({"role": "user", "content": "Capital?"},), sampling=Sampling(max_new_tokens=128))
         answer = backend.generate(request, "speculative")
