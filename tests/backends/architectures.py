@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -318,10 +317,15 @@ def base_values(family: str) -> dict[str, Any]:
     return {**_SMALL, **ARCHITECTURES[family].changes}
 
 
-@cache
+SHARED: dict[str, PreTrainedModel] = {}
+"""Family -> its tiny model, where a test has asked for it."""
+
+
 def model_of(family: str) -> PreTrainedModel:
     """The family's tiny model; shared by all tests, which must leave it as it is."""
-    return ARCHITECTURES[family].build()
+    if family not in SHARED:
+        SHARED[family] = ARCHITECTURES[family].build()
+    return SHARED[family]
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:

@@ -9,6 +9,7 @@ import pytest
 
 from dflash.backends.torch.engine import TorchEngine as Engine
 from tests.backends import tiny_pair
+from tests.backends.architectures import SHARED
 from tests.backends.pairs import BACKENDS, GREEDY, PROMPTS, OpenEngine, load_with_taps
 from tests.backends.pairs import open_engine as open_torch_engine
 from tests.backends.tiny_pair import random_draft, save_draft, save_target, train_draft
@@ -20,6 +21,18 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DFLASH_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_models_stay_as_they_are() -> Iterator[None]:
+    """A test that leaves a target open on a shared model decides what later ones see: which ones, the order says."""
+    yield
+    wrapped = [
+        family
+        for family, model in SHARED.items()
+        if any("forward" in module.__dict__ or module._forward_pre_hooks for module in model.modules())
+    ]
+    assert not wrapped, "close the targets that were opened on these models"
 
 
 @pytest.fixture(scope="session")

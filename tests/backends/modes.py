@@ -195,9 +195,12 @@ def outcome(family: str, name: str, temperature: float) -> Outcome:
     drafter: SharedDrafter = CopyDrafter()
     if way.kind == "block":
         drafter = Forgetful([*PROMPT, *plain])
-    elif way.kind == "model":
-        drafter = AutoregressiveDrafter(TorchTarget(relative_of(family)), target, chain=3)
+    relative = TorchTarget(relative_of(family)) if way.kind == "model" else None
+    if relative is not None:
+        drafter = AutoregressiveDrafter(relative, target, chain=3)
     rounds = decode(target, way, temperature, drafter)
+    if relative is not None:
+        relative.close()
     text, wrong = text_of(rounds), 0.0
     if isinstance(drafter, Forgetful):
         rows = torch.cat(drafter.seen)

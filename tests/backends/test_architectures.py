@@ -6,6 +6,7 @@ page docs/architectures.md lists the same rows.
 
 from __future__ import annotations
 
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,7 +140,8 @@ def test_the_page_lists_what_the_tests_say() -> None:
         class_name, kinds, trees, *results = rows[name]
         assert class_name == f"`{ARCHITECTURES[name].model}`"
         assert kinds == ", ".join(kinds_of(model_of(name)))
-        assert trees == ("yes" if TorchTarget(model_of(name)).session().supports_trees else "no")
+        with closing(TorchTarget(model_of(name))) as target:
+            assert trees == ("yes" if target.session().supports_trees else "no")
         assert results == ["yes"] * 5
     for name in REFUSED:
         assert rows[name][1].startswith("refused: ")

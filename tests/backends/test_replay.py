@@ -71,10 +71,13 @@ def test_two_rejection_patterns_give_one_recurrent_state(exact: bool, replays: b
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
 @pytest.mark.parametrize("family", RECURRENT)
-def test_replay_runs_no_projection_and_no_other_layer(family: str) -> None:
-    """Fault: the fast way is the slow way: attention, experts or projections run again at commit."""
+def test_replay_runs_no_projection_and_no_other_layer(family: str, wrapped: bool) -> None:
+    """Fault: the fast way is the slow way: attention, experts or projections run again at commit. `wrapped`: another
+    target over the same weights is open, as in `dflash check` and `dflash audit`."""
     model = ARCHITECTURES[family].build()  # of its own: what is counted must not depend on what other tests ran
+    other = TorchTarget(model) if wrapped else None
     target = TorchTarget(model)
     session = target.session(exact=False)
     session.prefill(PROMPT)
@@ -94,6 +97,8 @@ def test_replay_runs_no_projection_and_no_other_layer(family: str) -> None:
         feed(session, NEXT)
     assert multiplications
     target.close()
+    if other is not None:
+        other.close()
 
 
 def test_the_model_is_restored() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from random import Random
 from typing import Any
 
@@ -67,7 +68,8 @@ def test_every_path_of_a_tree_equals_its_chain(kind: str, exact: bool) -> None:
 
 def test_kinds_that_cannot_hold_branches_say_so() -> None:
     """Fault: a tree reaches a layer that would run all branches one after the other, or count rows as positions."""
-    assert not TorchTarget(model_of("Qwen3.5")).session().supports_trees
+    with closing(TorchTarget(model_of("Qwen3.5"))) as target:
+        assert not target.session().supports_trees
     assert {name for name, kind in KINDS.items() if not kind.supports_trees} == {
         "LinearAttentionLayer",
         "LinearAttentionAndFullAttentionLayer",

@@ -72,12 +72,13 @@ def check_transformers(version: str = transformers.__version__) -> None:
 def cache_argument(model: PreTrainedModel) -> str:
     """Name of the argument by which `model` takes its cache.
 
-    Read from the signature, not from the version: code that comes with a checkpoint keeps the old name.
+    Read from the signature, not from the version: code that comes with a checkpoint keeps the old name. It is the
+    class's: of an instance that somebody has wrapped, the signature says nothing.
 
     Raises:
         UnsupportedModel: the model takes no key/value cache (encoders, pure recurrent models).
     """
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(type(model).forward).parameters
     for name in ("cache", "past_key_values"):
         if name in parameters:
             return name
@@ -108,7 +109,7 @@ def own_cache(model: PreTrainedModel) -> type[DynamicCache] | None:
         UnsupportedModel: the model accepts nothing but a cache class of its own of another kind; names it.
     """
     decoder: Any = model.get_decoder()
-    parameters = inspect.signature(decoder.forward).parameters
+    parameters = inspect.signature(type(decoder).forward).parameters
     annotations = [str(parameters[name].annotation) for name in ("cache", "past_key_values") if name in parameters]
     own = set(re.findall(r"\w*Cache\b", " ".join(annotations))) - _COMMON_CACHES
     if not own:

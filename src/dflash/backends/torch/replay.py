@@ -186,7 +186,8 @@ def _of_rows(values: Any, first: int, end: int) -> Any:
 
 def _recurrent_modules(model: nn.Module, specs: Sequence[LayerSpec]) -> dict[int, nn.Module]:
     """Layer -> the module that holds its recurrence: the innermost one with the layer's number and a convolution, or
-    where no module of the layer convolves, the innermost one that is given the cache."""
+    where no module of the layer convolves, the innermost one that is given the cache. Its class says so: the signature
+    of an instance that another target or program has wrapped tells nothing."""
     convolving: dict[int, nn.Module] = {}
     cached: dict[int, nn.Module] = {}
     for module in model.modules():  # outer modules come first
@@ -195,7 +196,7 @@ def _recurrent_modules(model: nn.Module, specs: Sequence[LayerSpec]) -> dict[int
             continue
         if any(isinstance(child, nn.Conv1d) for child in module.modules()):
             convolving[layer] = module
-        elif {"cache", "past_key_values"} & set(inspect.signature(module.forward).parameters):
+        elif {"cache", "past_key_values"} & set(inspect.signature(type(module).forward).parameters):
             cached[layer] = module
     return cached | convolving
 
