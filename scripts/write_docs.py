@@ -30,8 +30,9 @@ INTRODUCTION = """\
 <!-- Written by scripts/write_docs.py (`make format`): change the commands, not this page. -->
 
 `dflash VERB --help` shows the same on the terminal. Texts and records go to standard output; figures, progress and
-errors to standard error. Exit codes: 0 done; 2 something that you can mend, said in one line; 3 `bench` had requests
-that failed; 130 stopped by Ctrl-C.
+errors to standard error. Exit codes: 0 done; 1 `check` found something that speaks against the pair, `audit` a fault;
+2 something that you can mend, said in one line, usage included; 3 `bench` had requests that failed; 130 stopped by
+Ctrl-C. Where standard error is no terminal, work of more than ten seconds writes a plain line now and then.
 Converted models are kept in `$DFLASH_CACHE`, else `$XDG_CACHE_HOME/dflash`, else `~/.cache/dflash`.
 """
 
