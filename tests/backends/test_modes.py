@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from dflash.backends.torch.target import TorchTarget
@@ -22,7 +24,8 @@ def test_every_way_gives_the_plain_text(family: str, way: str) -> None:
         assert one.features_error < TOLERANCE
     assert sum(one.num_accepted for one in found) > 3
     assert sum(one.num_rejected for one in found) > 3
-    takes_trees = TorchTarget(model_of(family)).session().supports_trees
+    with closing(TorchTarget(model_of(family))) as target:
+        takes_trees = target.session().supports_trees
     assert any(one.has_trees for one in found) == (way == "trees" and takes_trees)
 
 

@@ -47,6 +47,7 @@ def test_stored_states_equal_those_of_a_fresh_run(kind: str) -> None:
         assert states[0]
         for left, right in zip(*states, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+    target.close()
 
 
 @pytest.mark.parametrize("kind", ["window", "full and window", "shared", "indexed"])
@@ -64,6 +65,7 @@ def test_every_path_of_a_tree_equals_its_chain(kind: str, exact: bool) -> None:
         ours.commit(path)
         chain.commit(range(len(path)))
         torch.testing.assert_close(feed(ours, NEXT), feed(chain, NEXT), rtol=1e-4, atol=1e-4)
+    target.close()
 
 
 def test_kinds_that_cannot_hold_branches_say_so() -> None:
@@ -182,3 +184,4 @@ def test_prompts_shorter_than_the_convolution() -> None:
             step = short.verify(token, Proposal())
             short.commit(range(1))
         torch.testing.assert_close(step.logits, whole.prefill(text).logits, rtol=1e-4, atol=1e-4)
+        target.close()
