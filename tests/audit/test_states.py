@@ -92,6 +92,7 @@ def audited(family: str) -> RollbackAudit:
         )
     finally:
         recorder.close()
+        engine.close()
 
 
 @pytest.mark.parametrize("family", CASES)

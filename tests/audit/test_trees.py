@@ -44,6 +44,7 @@ def audited(family: str) -> TreeAudit:
         return audit_trees(recorder, open_oracle(engine), prompt_length=2 * WINDOW + 3)
     finally:
         recorder.close()
+        engine.close()
 
 
 @pytest.mark.parametrize("fault", [branches_see_each_other, positions_by_row, kept_rows_stay_where_they_are])
