@@ -92,8 +92,8 @@ def test_mode_auto_says_that_it_took_trees_and_why(trained: Engine) -> None:
     trained.memory = Memory(CostTracker(FREE_ROWS))
     lessons = trained.memory.at(SAMPLED.temperature)
     for _ in range(TREE_ROUNDS):
-        lessons.chain.add(1.0)
-        lessons.tree.add(100.0)
+        lessons.chain.add(1.0, 1.0)
+        lessons.tree.add(100.0, 1.0)
     stats = trained.generate(PROMPTS[2], SAMPLED, drafting=Drafting(steady=True)).stats
     assert stats.num_proposed > sum(stats.proposed_per_slot)
     assert "times the speed of chains" in stats.notes[0]

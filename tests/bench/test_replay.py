@@ -15,7 +15,7 @@ from dflash.bench.oracles import best_width, hindsight, losses, reaches
 from dflash.bench.replay import Costs, overall, replay
 from dflash.bench.traces import Trace, read_traces, write_traces
 from dflash.errors import DataError
-from dflash.types import CandidateTable, Drafting
+from dflash.types import MODES, CandidateTable, Drafting
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "replay_rounds.py"
 SLOTS = 3
@@ -23,9 +23,11 @@ STOP = 10**6 + 2
 COSTS = Costs.through({1: 1.0, 4: 1.3, 16: 2.5}, 0.25)
 
 
-def made_up(name: str, *, seed: int, share: float, length: int = 60, stopped: bool = True) -> Trace:
+def made_up(
+    name: str, *, seed: int, share: float, length: int = 60, stopped: bool = True, second: float = 0.0
+) -> Trace:
     """An answer whose every token is right in the draft with probability `share`, and known to it; the first third
-    returns at the end, to be copied."""
+    returns at the end, to be copied. `second`: share of its second choices that are right where the first is wrong."""
     rng = np.random.default_rng(seed)
     fresh = [int(token) for token in rng.permutation(10**5)[:length]]
     answer = [*fresh[: length * 2 // 3], *fresh[: length // 3], STOP]
@@ -35,7 +37,8 @@ def made_up(name: str, *, seed: int, share: float, length: int = 60, stopped: bo
         for slot in range(SLOTS):
             claim = float(np.clip(rng.beta(2, 2 / share - 2), 0.02, 0.98))
             token = answer[at + 1 + slot] if at + 1 + slot < len(answer) and rng.random() < claim else -2
-            ids.append([token, -3 - slot])
+            other = answer[at + 1 + slot] if token == -2 and slot < len(answer) - 1 - at else -3
+            ids.append([token, other if rng.random() < second else -4])
             log_probs.append([math.log(claim), math.log((1 - claim) / 2)])
         tables.append(CandidateTable(ids, log_probs))
     return Trace(
@@ -135,6 +138,28 @@ def test_losses_add_up_to_the_distance_from_hindsight(drafting: Drafting) -> Non
         assert sum(lost.values()) == pytest.approx(found.seconds - hindsight(trace, COSTS)[0])
         assert lost["rows"] >= 0
         assert lost["asked"] >= 0
+
+
+@pytest.mark.parametrize(("per_row", "second", "taken"), [(0.01, 0.8, True), (0.01, 0.0, False), (0.3, 0.8, False)])
+def test_trees_are_taken_where_they_really_bring_ten_per_cent(per_row: float, second: float, taken: bool) -> None:
+    """Fault: mode "auto" judges trees by anything else than the tokens and the time of whole rounds, the draft's
+    included (it saw half of their gain), or takes them, leaves them and takes them again."""
+    costs = Costs.through({1: 1.0, 2: 1 + per_row, 16: 1 + 15 * per_row}, 0.2)
+    traces = [made_up(f"set/{seed}", seed=seed, share=0.45, second=second, length=150) for seed in range(6)]
+    speeds = {}
+    for mode in MODES:
+        memory = costs.memory()
+        found = [replay(trace, costs, Drafting(mode=mode, copies=False), memory) for trace in traces]
+        speeds[mode] = overall(found[2:])
+        lessons = memory.at(0.0)
+        if mode == "auto":
+            judged = lessons.tree.value / lessons.chain.value
+            trees = [any(step.num_slots != step.num_proposed for step in one.rounds) for one in found]
+    assert judged == pytest.approx(speeds["fast"] / speeds["exact"], rel=0.05)
+    assert trees == [False, *[taken] * 5] or trees == [taken] * 6
+    if taken:
+        assert speeds["auto"] == pytest.approx(speeds["fast"], rel=0.03)
+        assert speeds["auto"] > 1.1 * speeds["exact"]
 
 
 def test_the_tool_replays_a_file(

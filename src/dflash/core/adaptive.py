@@ -1,7 +1,8 @@
 """How many guesses to feed, and whether to ask the draft at all: a drafter that decides by measured cost.
 
 Each round it gathers guesses (copies of earlier text, which cost nothing, and the draft's candidates, which cost a
-forward), estimates how likely each is to be accepted (`core/survival.py`), and feeds as many as pay:
+forward), estimates how likely each is to be accepted (`core/survival.py`), and feeds as many as pay
+(`core/plans.py`):
 
     choose N to maximise  Phi(N) - price * (C(N + 1) - C(1))          Phi = sum of the survivals of the N nodes fed
 
@@ -23,18 +24,18 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from dflash.core.guesses import COPY, DRAFT, ROOT, Guesses, Node
+from dflash.core.guesses import COPY, DRAFT, Guesses, Node
 from dflash.core.ledger import Ledger
-from dflash.core.memory import COPY_STEPS, TREE_ROUNDS, Average, Memory
+from dflash.core.memory import TREE_ROUNDS, Average, Memory
 from dflash.core.ngram import MAX_MATCH, NgramIndex
 from dflash.core.parking import AcceptanceWatch
+from dflash.core.plans import Plan, best_plan, reconsidered
 from dflash.core.protocols import Drafter
 from dflash.core.sampled import NUM_DRAWN, Drawing, DrawnPlan
 from dflash.core.survival import Survival
@@ -44,14 +45,12 @@ from dflash.types import Acceptance, CandidateTable, Proposal
 WATCHED = 150
 """Drafts that the alarm for broken drafts looks back on: more than where drafting is fixed, since a weak draft is asked
 seldom here anyway and must not be stopped by bad luck."""
-CAUTION = 1.3
-"""Factor on the price of fed rows. Simulated on 150 greedy answers of smollm2-135m, 1.0 to 1.6 give the same mean
-speed-up (1.54, 1.55, 1.54), but the fewer rows are risked, the less an unlucky short answer loses (0.94, 0.96, 0.98 of
-plain speed at worst)."""
 LEAST = 0.005
 """Guesses that are accepted less often are never fed."""
 NARROW, BROAD = 2, 4
 """Candidates per slot that the draft is asked for: chains, trees."""
+WEIGHED_EVERY = 8
+"""Rounds after which trees are weighed again where chains are fed."""
 UNKNOWN_CLAIM = math.log(0.7)
 """Of a drafter that gives no probabilities: where the estimate starts."""
 
@@ -62,18 +61,6 @@ class TableDrafter(Drafter, Protocol):
     def candidates(self, anchor: int, budget: int, count: int) -> CandidateTable:
         """The `count` best candidates of at most `budget` slots behind the anchor."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Nodes, parents first, and how many of them to feed."""
-
-    nodes: list[Node]
-    num_fed: int
-    value: float
-    """Phi - price * extra seconds of the verify forward, in tokens."""
-    rate: float
-    """Expected tokens per second of the round, the draft's time left out."""
 
 
 @dataclass(slots=True)
@@ -142,6 +129,8 @@ class AdaptiveDrafter:
         self._num_candidates = NARROW if trees == "never" else BROAD
         self._drawing = None if generator is None else Drawing(self._lessons.agreements, self._survival, generator)
         self._num_trees = 0
+        self._weighs_trees = False  # in this round
+        self._weighed: tuple[Plan, Plan] | None = None  # its best chain and its best tree
         self._clock = clock
         self._tokens, self._seconds = Average(), Average()
         self._watch = AcceptanceWatch(window=WATCHED)
@@ -203,6 +192,7 @@ class AdaptiveDrafter:
         """The guesses that pay this round; none of them is a plain step."""
         depth = len(self._index.tokens)
         self._settle(anchor)
+        self._weighs_trees = self._trees_are_due()
         price = self._price(depth)
         index = self._index if self._copies else None
         tail = [*self._index.tokens[1 - MAX_MATCH :], anchor]
@@ -218,18 +208,19 @@ class AdaptiveDrafter:
                 drawn = self._drawing.plan(table, longest, line, price, self._longest(line, spent))
                 drawn = drawn if drawn is not None and drawn.value > both.value else None
             value = both.value if drawn is None else drawn.value
-            self._lessons.add_gain(_copy_class(plan), value - _reconsidered(plan, guesses, line, price))
+            self._lessons.add_gain(plan.copy_class, value - reconsidered(plan, guesses, line, price))
             plan = both
+        self._weigh_trees(0.0 if table is None else self._costs.draft(depth))
         if plan.nodes:
             self._open.append(_Open(depth + 1, 0, plan.nodes))
         return self._proposal(plan, depth, table, drawn)
 
-    def _ask_draft(self, copied: _Plan, anchor: int, budget: int, price: float) -> CandidateTable | None:
+    def _ask_draft(self, copied: Plan, anchor: int, budget: int, price: float) -> CandidateTable | None:
         """The draft's candidates, if they are expected to pay for its forward or it is due to be tried again, and if
         its time may be lost."""
         if self._ask is None or self.reason is not None:
             return None
-        depth, costs, kind = len(self._index.tokens), self._costs, _copy_class(copied)
+        depth, costs, kind = len(self._index.tokens), self._costs, copied.copy_class
         seconds = costs.draft(depth)
         rest = self._lessons.rests[kind]
         wanted = rest.asks(self._lessons.expected_gain(kind), price * seconds)
@@ -244,7 +235,7 @@ class AdaptiveDrafter:
         self._drafted = (depth + 1, [candidates[0] for candidates in table.ids])
         return table
 
-    def _proposal(self, plan: _Plan, depth: int, table: CandidateTable | None, drawn: DrawnPlan | None) -> Proposal:
+    def _proposal(self, plan: Plan, depth: int, table: CandidateTable | None, drawn: DrawnPlan | None) -> Proposal:
         """Feed the plan, or a chain that is drawn from the draft in its place."""
         fed = plan.nodes[: plan.num_fed] if drawn is None else []
         sources = [node.guess.source for node in fed if node.guess is not None]
@@ -264,7 +255,7 @@ class AdaptiveDrafter:
         self._fed = _Fed(len(proposal.tokens) + 1, depth, table is not None, self._clock(), proposal.asked, table)
         return proposal
 
-    def _questions(self, proposal: Proposal, plan: _Plan, table: CandidateTable | None) -> tuple[tuple[int, ...], ...]:
+    def _questions(self, proposal: Proposal, plan: Plan, table: CandidateTable | None) -> tuple[tuple[int, ...], ...]:
         """Per row the tokens that are guessed behind it, whether they are fed or not."""
         rows = proposal.depths()
         found: list[dict[int, None]] = [{} for _ in rows]
@@ -283,24 +274,36 @@ class AdaptiveDrafter:
         plain = 1 / self._costs.verify(1, depth)
         return max(plain, self._tokens.value / self._seconds.value) if self._seconds.value > 0 else plain
 
-    def _plan(self, guesses: Guesses, budget: int, price: float, *, spent: float = 0.0) -> _Plan:
+    def _plan(self, guesses: Guesses, budget: int, price: float, *, spent: float = 0.0) -> Plan:
         """The best chain, or the best tree where trees have earned it. `spent`: seconds of this round so far."""
         line = self._costs.line(len(self._index.tokens), self._max_rows)
         # What could not pay for a row even if rows were much cheaper than they are is not looked at.
         least = max(LEAST, 0.3 * price * (line[1] - line[0])) if len(line) > 1 else 1.0
         deepest = min(budget, self._max_rows - 1)
         longest = self._longest(line, spent)
-        chain = _best(grow_chain(guesses, max_depth=deepest, least=least), line, price, longest)
-        lessons = self._lessons
-        weighed = self._trees == "auto" and (lessons.tree.count < TREE_ROUNDS or lessons.chain.count % 8 == 0)
-        if self._trees == "never" or not (self._trees == "always" or weighed or lessons.trees_win):
-            lessons.chain.count += 1
+        chain = best_plan(grow_chain(guesses, max_depth=deepest, least=least), line, price, longest)
+        if not self._weighs_trees:
             return chain
         nodes = grow_tree(guesses, max_nodes=self._max_rows - 1, max_depth=deepest, least=least)
-        tree = _best(nodes, line, price, longest)
-        lessons.chain.add(chain.rate)
-        lessons.tree.add(tree.rate)
-        return tree if (self._trees == "always" or lessons.trees_win) and tree.value > chain.value else chain
+        tree = best_plan(nodes, line, price, longest)
+        self._weighed = chain, tree
+        allowed = self._trees == "always" or self._lessons.trees_win
+        return tree if allowed and tree.value > chain.value else chain
+
+    def _trees_are_due(self) -> bool:
+        """Whether trees are grown in this round: where they are fed, and now and then to see what they would bring."""
+        lessons = self._lessons
+        lessons.num_rounds += 1
+        due = lessons.tree.count < TREE_ROUNDS or lessons.num_rounds % WEIGHED_EVERY == 0
+        return self._trees == "always" or (self._trees == "auto" and (due or lessons.trees_win))
+
+    def _weigh_trees(self, drafting: float) -> None:
+        """Count what the best chain and the best tree of this round's guesses would bring; `drafting`: seconds that
+        both cost alike."""
+        if self._weighed is not None:
+            for rate, plan in zip((self._lessons.chain, self._lessons.tree), self._weighed, strict=True):
+                rate.add(plan.tokens, plan.seconds + drafting)
+        self._weighed = None
 
     def _longest(self, line: Sequence[float], spent: float) -> float:
         """Seconds that a verify forward may take behind `spent` seconds of drafting, should nothing be accepted."""
@@ -337,41 +340,6 @@ class AdaptiveDrafter:
             right = next((slot for slot, token in enumerate(known) if tokens[slot] != token), len(known))
             self._watch.add(right)
             self._drafted = None
-
-
-def _best(nodes: list[Node], line: Sequence[float], price: float, longest: float) -> _Plan:
-    """How many of the nodes to feed; `line[r - 1]`: seconds of a forward of r rows, which must not exceed `longest`."""
-    phi, best, worth = 0.0, 0, 0.0
-    value, rate = 0.0, 1 / line[0]
-    for number, node in enumerate(nodes, start=1):
-        extra = line[number] - line[0]
-        if line[number] > longest:
-            break
-        phi += node.survival
-        if phi - CAUTION * price * extra > worth:
-            best, worth = number, phi - CAUTION * price * extra
-            value, rate = phi - price * extra, (1 + phi) / line[number]
-    return _Plan(nodes, best, value, rate)
-
-
-def _reconsidered(plan: _Plan, guesses: Guesses, line: Sequence[float], price: float) -> float:
-    """What a plan is worth in the light of further guesses. What the draft adds is counted from there: it also tells
-    where a copy is wrong, and copies that promise too much must not hide what it is good for."""
-    nodes, phi = [ROOT], 0.0
-    for node in plan.nodes[: plan.num_fed]:
-        parent = nodes[node.parent]
-        guess = next((guess for guess in guesses.after(parent) if guess.token == node.path[-1]), None)
-        if guess is None:
-            nodes.append(Node(None, node.parent, node.path, 0.0, False))
-            continue
-        nodes.append(guesses.child(parent, node.parent, guess))
-        phi += nodes[-1].survival
-    return phi - price * (line[plan.num_fed] - line[0])
-
-
-def _copy_class(plan: _Plan) -> int:
-    """Class of a round by the chance of its best copy; 0 = nothing to copy."""
-    return 0 if not plan.nodes else bisect_right(COPY_STEPS, plan.nodes[0].survival)
 
 
 def as_asker(draft: Drafter) -> Callable[[int, int, int], CandidateTable]:

@@ -28,8 +28,11 @@ HYSTERESIS = 0.1
 """Share by which the draft's gain must leave its price before the decision changes."""
 SLOW = 1 / 16
 """Share of the newest round in a running average."""
-TREE_GAIN = 1.10
-"""Trees are taken in mode "auto" only if they bring at least so many times the tokens per second of chains."""
+TREE_GAIN, TREE_KEPT = 1.10, 1.05
+"""Trees are taken in mode "auto" only if they bring at least so many times the tokens per second of chains, and left if
+it is less than the second figure, so that they do not come and go with every text."""
+STEADY = 1 / 256
+"""Share of the newest round in what this is judged by."""
 TREE_ROUNDS = 64
 """Rounds that this is judged by, at least."""
 TEMPERATURES = (0.0, 0.5, 0.9)
@@ -42,11 +45,36 @@ class Average:
 
     value: float = 0.0
     count: int = 0
+    slow: float = SLOW
+    """Least share of the newest value."""
 
     def add(self, value: float) -> None:
         """Take one more value in."""
         self.count += 1
-        self.value += (value - self.value) * max(1 / self.count, SLOW)
+        self.value += (value - self.value) * max(1 / self.count, self.slow)
+
+
+class Rate:
+    """Tokens per second that rounds are expected to bring, over all of them: long rounds count for as long as they
+    last."""
+
+    def __init__(self) -> None:
+        self._tokens, self._seconds = Average(slow=STEADY), Average(slow=STEADY)
+
+    def add(self, tokens: float, seconds: float) -> None:
+        """One more round."""
+        self._tokens.add(tokens)
+        self._seconds.add(seconds)
+
+    @property
+    def count(self) -> int:
+        """Rounds."""
+        return self._tokens.count
+
+    @property
+    def value(self) -> float:
+        """Tokens per second; 0 before the first round."""
+        return self._tokens.value / self._seconds.value if self.count else 0.0
 
 
 @dataclass(slots=True)
@@ -80,8 +108,11 @@ class Lessons:
         """Tokens per round that the draft added, by class of the round's best copy."""
         self.gain = Average()
         """The same over all rounds."""
-        self.chain, self.tree = Average(), Average()
-        """Expected tokens per second of the best chain and of the best tree, where both were weighed."""
+        self.chain, self.tree = Rate(), Rate()
+        """Of the best chain and of the best tree of the same rounds, where both were weighed."""
+        self.num_rounds = 0
+        """All rounds, weighed or not."""
+        self._trees_won = False
         self.agreements = Agreements()
 
     def add_gain(self, kind: int, tokens: float) -> None:
@@ -100,7 +131,9 @@ class Lessons:
     @property
     def trees_win(self) -> bool:
         """Whether trees have been shown to be worth leaving bit-exactness for."""
-        return self.tree.count >= TREE_ROUNDS and self.tree.value >= TREE_GAIN * self.chain.value
+        bar = TREE_KEPT if self._trees_won else TREE_GAIN
+        self._trees_won = self.tree.count >= TREE_ROUNDS and self.tree.value >= bar * self.chain.value
+        return self._trees_won
 
 
 class Memory:
