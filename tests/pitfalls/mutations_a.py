@@ -298,7 +298,7 @@ MUTATIONS = (
     Mutation(
         "A15",
         "positions by row instead of depth",
-        "backends/torch/masks.py",
+        "core/tree.py",
         "    depths = proposal.depths()\n    return [start + depth",
         "    depths = tuple(range(len(proposal.tokens) + 1))\n    return [start + depth",
         ("backends/test_state_kinds.py::test_every_path_of_a_tree_equals_its_chain",),
