@@ -198,8 +198,21 @@ def test_the_command_when_the_engine_fails(tmp_path: Path) -> None:
     stage.assert_gone()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_the_engines_output_in_a_file(tmp_path: Path) -> None:
+    """Guards against a sign of life that goes on beside a server that is ready, or keeps it from being stopped."""
+    stage, log = Stage(tmp_path), tmp_path / "its.log"
+    with _command(stage, tmp_path, "--log", str(log)) as running:
+        _until(lambda: "ready on" in stage.log.read_text(encoding="utf-8"))
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(SOON) == 143
+    assert "fake engine serves" in log.read_text(encoding="utf-8")
+    assert "fake engine serves" not in stage.log.read_text(encoding="utf-8")
+    stage.assert_gone()
+
+
 @contextmanager
-def _command(stage: Stage, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _command(stage: Stage, folder: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
     """`dflash launch sglang`, over a module that is called like SGLang's and is the fake."""
     module = folder / "modules" / "sglang" / "launch_server.py"
     module.parent.mkdir(parents=True)
@@ -209,7 +222,7 @@ def _command(stage: Stage, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     stage.log.touch()
     with stage.log.open("wb") as output:
         running = subprocess.Popen(
-            [sys.executable, "-m", "dflash", *words, "--port", str(stage.port)],
+            [sys.executable, "-m", "dflash", *words, "--port", str(stage.port), *more],
             env={**stage.environment, "PYTHONPATH": path},
             stdout=output,
             stderr=output,

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -154,12 +154,15 @@ def _run(plan: Plan, process: ProcessOptions) -> NoReturn:
     from dflash.launch.server import serving
 
     say(f"starting: {plan.shell()}")
-    with (
-        _stopping_on_sigterm(),
-        serving(plan, environment=dict(os.environ), log=process.log, ready_seconds=process.ready_timeout) as server,
-    ):
-        say(f"ready on {plan.url} (Ctrl-C stops it)")
-        code = server.wait()
+    with _stopping_on_sigterm(), ExitStack() as loading:
+        if process.log is not None:  # else the engine's own output is the sign of life
+            loading.enter_context(working(f"{plan.engine} is loading"))
+        with serving(
+            plan, environment=dict(os.environ), log=process.log, ready_seconds=process.ready_timeout
+        ) as server:
+            loading.close()
+            say(f"ready on {plan.url} (Ctrl-C stops it)")
+            code = server.wait()
     raise EngineError(f"{plan.engine} ended by itself with exit code {code}; its own output says why.")
 
 
