@@ -14,7 +14,7 @@ from dflash.cli.report import stats_line, stats_record
 from dflash.core.calibration import MOST_KEPT, costs_path, load_costs, measure, write_costs
 from dflash.core.cost import DRAFT_WORD, CostCurve, CostTracker
 from dflash.core.drafting import CopyDrafter
-from dflash.core.engine import Engine
+from dflash.core.engine import NO_TREES, Engine
 from dflash.core.memory import TREE_ROUNDS, Memory
 from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, OpenEngine
 
@@ -81,6 +81,14 @@ def test_trees_are_fed_in_mode_fast(trained: Engine) -> None:
     assert stats.notes[0].startswith("trees in ")
     assert stats.notes[0] in stats_line(stats)
     assert stats_record(stats)["notes"] == stats.notes
+
+
+def test_mode_fast_says_that_it_cannot(trained: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: trees are asked for, chains are fed, and nobody is told."""
+    session = type(trained.target.session())
+    monkeypatch.setattr(session, "supports_trees", property(lambda _: False))
+    for drafting, told in ((Drafting(mode="fast"), [NO_TREES]), (Drafting(), []), (Drafting(fixed=True), [])):
+        assert trained.generate(PROMPTS[0], GREEDY, drafting=drafting).stats.notes == told
 
 
 def test_mode_auto_says_that_it_took_trees_and_why(trained: Engine) -> None:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NO_TREES = "chains in mode fast, too: a layer state of this target, or its use of positions, holds no branches"
+
 _DEFAULT_PARAMS = SamplingParams()
 CHECKED_ROWS = 16
 """Rows of the widest verify forward where a backend does not say how far it has checked."""
@@ -278,8 +280,11 @@ class Engine(ABC):
         session = self.target.session(exact=self._exact(exact), features=has_model)
         chosen = drafting or self.drafting
         drafter = None
+        notes = []
         if shared is not None:
             trees = session.supports_trees
+            if chosen.mode == "fast" and not chosen.fixed and not trees:
+                notes.append(NO_TREES)
             drafter = make_session(
                 shared,
                 chosen,
@@ -298,7 +303,7 @@ class Engine(ABC):
             width=chosen.width,
             clock=self.profiling_clock() if profile else time.perf_counter,
         )
-        stats = Stats(num_prompt_tokens=len(ids))
+        stats = Stats(num_prompt_tokens=len(ids), notes=notes)
         return self._events(rounds, session.close, IncrementalText(self.decode, params.stop), stats, drafter)
 
     def close(self) -> None:
@@ -326,7 +331,7 @@ class Engine(ABC):
                     stats.drafting_stopped = drafter.reason
                     logger.warning("%s. `dflash check` looks for the reason.", drafter.reason)
                 if drafter is not None and step.finish_reason is not None:
-                    stats.notes = list(drafter.notes)
+                    stats.notes += drafter.notes
                 yield StreamEvent(piece, step.tokens, step, stats)
         finally:
             rounds.close()
