@@ -124,7 +124,8 @@ def main() -> None:
     for path in options.traces:
         print(f"\n{path}")
         costs = Costs.through(dict(options.verify), options.draft)
-        show(list(read_traces(path)), costs, options.forms.split(","), fresh=options.fresh, each=options.each)
+        traces = [trace for trace in read_traces(path) if trace.tables]  # an answer of one token has nothing to draft
+        show(traces, costs, options.forms.split(","), fresh=options.fresh, each=options.each)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dflash.backends.torch.drafters.eagle3 import Eagle3Drafter
+from dflash.backends.torch.packing import PackedLinear, can_pack
 from dflash.backends.torch.target import TorchTarget
 from dflash.core.draft_config import Yarn
 from dflash.core.draft_tensors import expected_tensors
@@ -65,6 +66,7 @@ def target() -> TorchTarget:
 def drafter_of(kind: str, target: TorchTarget, seed: int = 1) -> Eagle3Drafter:
     config = eagle3_config(**SIZES, **KINDS[kind])
     network = random_eagle3(config, seed, ids=REDUCED if config.draft_vocab_size else None)
+    network.for_decoding()
     return Eagle3Drafter(network, target)
 
 
@@ -124,6 +126,15 @@ def test_the_network_has_the_tensors_that_are_checked() -> None:
         network = random_eagle3(eagle3_config(**SIZES, **changes))
         shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
         assert shapes == dict(expected_tensors(network.config)), kind
+
+
+def test_a_head_is_packed_once(target: TorchTarget) -> None:
+    """Fault: the head of a large vocabulary is copied for the network and again for the drafter that scores with it."""
+    drafter = drafter_of("plain", target)
+    own = next(kind for kind in KINDS if KINDS[kind].get("owns_head", True))
+    assert type(drafter_of(own, target).network.lm_head) is torch.nn.Linear
+    packed = [module for module in drafter.network.modules() if isinstance(module, PackedLinear)]
+    assert bool(packed) == can_pack()
 
 
 def test_prompts_in_one_piece_or_many(target: TorchTarget) -> None:

@@ -48,6 +48,13 @@ def test_weights_that_do_not_fit_stay(odd: float) -> None:
     assert not holds(linear.weight.bfloat16())
 
 
+def test_tiny_layers_are_not_rounded_away() -> None:
+    """Fault: a bound that knows no scale takes weights that float16 cannot tell from one another."""
+    tiny = (1e-7 * torch.randn(8, 8, generator=torch.Generator().manual_seed(0))).bfloat16().float()
+    assert not holds(tiny)
+    assert holds((1e5 * tiny).bfloat16().float())
+
+
 def test_gradients_flow_through_the_plain_weight() -> None:
     """Fault: a draft in a training graph silently drops gradients."""
     plain = nn.Linear(8, 4, bias=False)

@@ -96,14 +96,15 @@ def test_threads_do_not_meet() -> None:
         assert joint._local.held is held
 
 
-@pytest.mark.parametrize("fault", ["raises", "other logits"])
+@pytest.mark.parametrize("fault", ["raises", "other logits", "NaN"])
 def test_what_cannot_be_joined_is_left_apart(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: a model whose code takes no share of a joint output cannot be loaded, or decodes nonsense."""
 
     def share(self: Joint, inputs: Tensor, number: int) -> Tensor:
         if fault == "raises":
             raise RuntimeError("view size is not compatible")
-        return torch.zeros(*inputs.shape[:-1], self._sizes[number])
+        filled = torch.nan if fault == "NaN" else 0.0
+        return torch.full((*inputs.shape[:-1], self._sizes[number]), filled)
 
     monkeypatch.setattr(Joint, "share", share)
     model, plain = llama(), llama()
@@ -112,6 +113,34 @@ def test_what_cannot_be_joined_is_left_apart(fault: str, monkeypatch: pytest.Mon
     assert not joined(model)
     text = tokens(11)
     torch.testing.assert_close(decoded(model, text), decoded(plain, text), rtol=1e-4, atol=1e-4)
+
+
+def test_hidden_tokens_hide_no_fault() -> None:
+    """Fault: beside a logit of -inf, or the least number there is, every difference looks small."""
+    least = torch.finfo(torch.float32).min
+    for hidden in (-torch.inf, least):
+        expected = torch.tensor([[hidden, 1.0, 2.0]])
+        assert joining._alike(expected + torch.tensor([[0.0, 1e-6, 0.0]]), expected)
+        assert not joining._alike(torch.tensor([[hidden, 1.0, 2.1]]), expected)
+        assert not joining._alike(torch.tensor([[0.0, 1.0, 2.0]]), expected)
+
+
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_layers_that_others_changed_stay(how: str) -> None:
+    """Fault: a hook or a forward that another library put on a layer is lost with it."""
+    model, text = llama(), tokens(11)
+    layer = next(module for name, module in model.named_modules() if name.endswith("q_proj"))
+    assert isinstance(layer, nn.Linear)
+    if how == "hook":
+        layer.register_forward_hook(lambda module, inputs, output: 3 * output)
+    else:
+        bare = layer.forward
+        vars(layer)["forward"] = lambda inputs: 3 * bare(inputs)
+    expected = decoded(model, text)
+    join_and_pack(model)
+    assert any(module is layer for module in model.modules())
+    assert any(isinstance(module, PackedLinear) for module in model.modules())
+    torch.testing.assert_close(decoded(model, text), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_no_room_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:

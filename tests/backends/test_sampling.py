@@ -122,6 +122,17 @@ def test_near_ties_on_a_branch_are_left_to_the_next_round(row_by_row: bool, dtyp
     assert accepted(1, {1: near, 2: near}) == Acceptance((0, 1, 2), 3)
 
 
+@pytest.mark.parametrize("computed_in", [None, torch.float32, torch.bfloat16])
+def test_near_ties_go_by_what_computed_the_logits(computed_in: torch.dtype | None) -> None:
+    """Fault: a model in bfloat16 that hands out float32 logits is judged as if it had computed in float32."""
+    tree = Proposal.tree((1, 2), (0, 0))
+    logits = torch.zeros(3, 9)
+    logits[0, 2] = 17.0
+    logits[2, 3], logits[2, 4] = 16.0, 15.99
+    acceptance = TorchAcceptor(SamplingParams(), PROMPT, 9, computed_in=computed_in).accept(tree, Verdict(logits))
+    assert acceptance == (Acceptance((0,), 2) if computed_in == torch.bfloat16 else Acceptance((0, 2), 3))
+
+
 @pytest.mark.parametrize("row_by_row", [True, False])
 @pytest.mark.parametrize("option", ["plain", "mixed"])
 def test_drawn_chains_and_chances_equal_the_reference(option: str, row_by_row: bool) -> None:

@@ -60,7 +60,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "traces.gz"
     assert write_traces(path, TRACES) == 4
     for written, read in zip(TRACES, read_traces(path), strict=True):
-        assert (read.answer_ids, read.stopped, read.set_name) == (written.answer_ids, written.stopped, "set")
+        assert (read.answer_ids, read.stopped, read.name) == (written.answer_ids, written.stopped, written.name)
         assert [table.ids for table in read.tables] == [table.ids for table in written.tables]
         np.testing.assert_allclose(
             [table.log_probs for table in read.tables], [table.log_probs for table in written.tables], atol=1e-5

@@ -46,6 +46,8 @@ def test_the_least_time_of_a_cell_counts() -> None:
 
 def test_depth_is_interpolated_and_goes_on() -> None:
     """Fault: a curve measured over short contexts serves long ones (width 8 costs far more there)."""
+    often = CostCurve.fit({(0, 1): [1.0, *[1.2] * 5, 9.0], (0, 8): [2.4] * 7})
+    assert [often.at(1, 0), often.at(8, 0)] == pytest.approx([1.2, 2.4])  # many: what rounds will take
     curve = CostCurve.fit({(0, 1): [1.0], (0, 8): [2.0], (1000, 1): [1.1], (1000, 8): [4.0]})
     assert curve.at(8, 500) == pytest.approx(3.0)
     assert curve.at(8, 3000) == pytest.approx(8.0)

@@ -169,7 +169,7 @@ class Replayed:
     @property
     def speed_up(self) -> float:
         """Over plain decoding."""
-        return self.plain_seconds / self.seconds
+        return self.plain_seconds / self.seconds if self.seconds else 1.0  # an answer of one token has no rounds
 
     @property
     def stats(self) -> Stats:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from dflash.core.adaptive import as_asker
 from dflash.core.drafting import CopyDrafter
 from dflash.core.engine import Engine
+from dflash.core.processing import has_penalties
 from dflash.core.reference import distribution
 from dflash.errors import ConfigError, DataError
 from dflash.types import CandidateTable, Drafting, Proposal, SamplingParams
@@ -52,11 +54,6 @@ class Trace:
     """[a]: the target's probabilities, processed, of what may stand at a; of the first token, and where nothing is
     drawn, empty."""
 
-    @property
-    def set_name(self) -> str:
-        """The set that the prompt comes from."""
-        return self.name.split("/")[0]
-
 
 def record(
     engine: Engine,
@@ -71,12 +68,16 @@ def record(
     Args:
         answer: a text that this target gave to the prompt by `params` before; None = it is decoded now.
 
-    Raises ConfigError without a draft.
+    Raises ConfigError without a draft, and for stop strings, bias or penalties, which a replay does not know.
     """
     if engine.drafter is None or isinstance(engine.drafter, CopyDrafter):
         raise ConfigError("there is no draft to record; load one.")
+    if params.stop or params.logit_bias or has_penalties(params):
+        raise ConfigError("answers are recorded without stop strings, logit bias and penalties; leave them out.")
+    stopped = answer is not None and len(answer) < params.max_new_tokens
     if answer is None:
-        answer = engine.generate(prompt_ids=prompt_ids, params=params, drafting=Drafting(mode="exact")).token_ids
+        result = engine.generate(prompt_ids=prompt_ids, params=params, drafting=Drafting(mode="exact"))
+        answer, stopped = result.token_ids, result.stats.finish_reason == "stop"
     draft = engine.drafter.session()
     ask = as_asker(draft)
     tables: list[CandidateTable] = []
@@ -99,7 +100,7 @@ def record(
         name=name,
         prompt_ids=tuple(prompt_ids),
         answer_ids=tuple(answer),
-        stopped=len(answer) < params.max_new_tokens,
+        stopped=stopped,
         temperature=params.temperature,
         tables=tuple(tables),
         chances=tuple(chances) if params.temperature > 0 else ({},) * len(answer),
@@ -137,7 +138,7 @@ def read_traces(path: Path) -> Iterator[Trace]:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             for line in file:
                 yield _parse(json.loads(line))
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
         raise DataError(f"{path} holds no traces ({error}); record them with scripts/replay_rounds.py.") from error
 
 

@@ -287,7 +287,7 @@ class AdaptiveDrafter:
         nodes = grow_tree(guesses, max_nodes=self._max_rows - 1, max_depth=deepest, least=least)
         tree = best_plan(nodes, line, price, longest)
         self._weighed = chain, tree
-        allowed = self._trees == "always" or self._lessons.trees_win
+        allowed = self._trees == "always" or self._lessons.judge_trees()
         return tree if allowed and tree.value > chain.value else chain
 
     def _trees_are_due(self) -> bool:
@@ -295,7 +295,7 @@ class AdaptiveDrafter:
         lessons = self._lessons
         lessons.num_rounds += 1
         due = lessons.tree.count < TREE_ROUNDS or lessons.num_rounds % WEIGHED_EVERY == 0
-        return self._trees == "always" or (self._trees == "auto" and (due or lessons.trees_win))
+        return self._trees == "always" or (self._trees == "auto" and (due or lessons.judge_trees()))
 
     def _weigh_trees(self, drafting: float) -> None:
         """Count what the best chain and the best tree of this round's guesses would bring; `drafting`: seconds that

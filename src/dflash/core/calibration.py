@@ -1,9 +1,10 @@
 """Measure what forwards cost here, and remember it: seconds of verification by rows and depth, and of a draft.
 
 A quick measurement at load takes about a second and is kept in the cache, per machine, device, dtype, threads, target
-and draft; `dflash calibrate` takes longer and replaces it. Every width is timed in turn, several times over, and the
-least time counts, so that a busy machine lengthens the measurement's noise but hardly its result. What is still wrong
-is corrected by the rounds themselves (`core/cost.py`). Never fails: without a cache it is measured anew.
+and draft; `dflash calibrate` takes longer and replaces it. Every width is timed in turn, several times over; of a few
+times the least counts, since whatever disturbs a measurement only adds to it, of many the median, which is what rounds
+will take. What is still wrong is corrected by the rounds themselves (`core/cost.py`). Never fails: without a cache it
+is measured anew.
 
 Knows sessions and files; how to wait for a device, and what makes two machines different, is said by a backend's
 `calibration.py`.
@@ -26,7 +27,7 @@ from typing import Any
 from dflash import __version__
 from dflash.cache import cache_root, prune, touch
 from dflash.core.adaptive import as_asker
-from dflash.core.cost import CostCurve, CostTracker
+from dflash.core.cost import CostCurve, CostTracker, typical
 from dflash.core.drafting import CopyDrafter, SharedDrafter
 from dflash.core.engine import SharedTarget, TargetSession
 from dflash.core.engine_info import EngineInfo
@@ -43,6 +44,8 @@ LEAST_SWEEPS = 2
 SLOW_SECONDS = 6.0
 """Then the times of warming up are taken: noise of milliseconds does not matter among forwards of seconds."""
 
+KERNELS = 2
+"""Raised whenever forwards of the same pair take another time than before: costs that were kept then are void."""
 MOST_KEPT, DAYS_KEPT = 64, 90
 """Measurements that the cache keeps: of the pairs used last, and not longer unused than so many days."""
 
@@ -112,14 +115,34 @@ def measure(
         rows = [width for width in ROWS if width <= min(max_rows, target.max_length - len(prompt))]
         draft: CostCurve | None = None
         if drafter is not None and has_model:
-            drafting = drafter.session()
-            drafting.observe(prompt, verdict.features)
-            times = [timed(_draft_round(drafting, prompt[0], verdict.features)) for _ in range(4)]
-            draft = CostCurve((1,), (len(prompt),), ((min(times[1:]),),))
+            draft = _drafting(drafter.session(), session, prompt, verdict.features, timed, seconds=seconds, clock=clock)
         deep = exact and target.max_length > DEEP + rows[-1]
         return _verification(session, rows, target.vocab_size, timed, deep=deep, seconds=seconds, clock=clock), draft
     finally:
         session.close()
+
+
+def _drafting(
+    drafting: Drafter,
+    session: TargetSession,
+    prompt: list[int],
+    features: Any,
+    timed: Callable[[Callable[[], object]], float],
+    *,
+    seconds: float,
+    clock: Clock,
+) -> CostCurve:
+    """A draft forward, each behind a verify forward: that is how it runs, with its weights gone from the caches."""
+    drafting.observe(prompt, features)
+    work = _draft_round(drafting, prompt[0], features)
+    times = [timed(work)]  # the first one packs and allocates
+    if timed(lambda: session.verify(1, Proposal())) < SLOW_SECONDS / 8:
+        times.clear()
+    started = clock()
+    while len(times) < LEAST_SWEEPS or clock() - started < seconds / 4:
+        session.verify(1, Proposal())
+        times.append(timed(work))
+    return CostCurve((1,), (len(prompt),), ((typical(times),),))
 
 
 def _draft_round(drafting: Drafter, token: int, features: Any) -> Callable[[], object]:
@@ -167,12 +190,12 @@ def _verification(
         ends = (rows[0], rows[-1])
         for width in ends:
             forward(width)()
-        late = {width: min(timed(forward(width)) for _ in range(LEAST_SWEEPS)) for width in ends}
+        late = {width: typical([timed(forward(width)) for _ in range(LEAST_SWEEPS)]) for width in ends}
         # Attention's share grows linearly in rows, so that two widths tell the others.
-        extra = [max(late[width] - min(times[depth, width]), 0.0) for width in ends]
+        extra = [max(late[width] - typical(times[depth, width]), 0.0) for width in ends]
         slope = (extra[1] - extra[0]) / max(ends[1] - ends[0], 1)
         for width in rows:
-            times[DEEP, width] = [min(times[depth, width]) + max(extra[0] + slope * (width - ends[0]), 0.0)]
+            times[DEEP, width] = [typical(times[depth, width]) + max(extra[0] + slope * (width - ends[0]), 0.0)]
     return CostCurve.fit(times)
 
 
@@ -180,6 +203,7 @@ def _identity(info: EngineInfo, device: Device, max_rows: int) -> str:
     """Everything that costs depend on, as a short hash."""
     parts: Mapping[str, Any] = {
         "version": __version__,
+        "kernels": [KERNELS, info.packs_single],
         **device.facts,
         "machine": [platform.node(), platform.machine(), os.cpu_count()],
         "threads": info.num_threads,

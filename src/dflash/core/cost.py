@@ -27,6 +27,8 @@ RECENT = 15
 """Rounds per width whose median corrects the curve."""
 REFIT_EVERY = 16
 """Rounds between two corrections."""
+MANY = 7
+"""Times whose median is trusted."""
 LEAST_SECONDS = 1e-9
 """Nothing is free: times are divided by."""
 LINE_STEP = 128
@@ -49,11 +51,10 @@ class CostCurve:
 
     @classmethod
     def fit(cls, measured: Mapping[tuple[int, int], Sequence[float]]) -> CostCurve:
-        """From times of (depth, rows), every depth measured at the same rows; the least time of a cell counts, since
-        whatever disturbs a measurement only adds to it."""
+        """From times of (depth, rows), every depth measured at the same rows; of each cell its `typical` time."""
         depths = tuple(sorted({depth for depth, _ in measured}))
         rows = tuple(sorted({width for _, width in measured}))
-        table = np.array([[min(measured[depth, width]) for width in rows] for depth in depths])
+        table = np.array([[typical(measured[depth, width]) for width in rows] for depth in depths])
         weights = [PLAIN_WEIGHT if width == 1 else 1.0 for width in rows]
         fitted = np.array([convex_fit(rows, times, weights) for times in table])
         fitted = np.maximum.accumulate(fitted, axis=0)  # deeper is never cheaper
@@ -84,6 +85,11 @@ class CostCurve:
         if not all(np.isfinite(value) and value > 0 for line in seconds for value in line):
             raise ValueError("seconds must be positive")
         return cls(rows, depths, seconds)
+
+
+def typical(times: Sequence[float]) -> float:
+    """The time to expect: the median of many, the least of a few, of which one disturbance could make up half."""
+    return median(times) if len(times) >= MANY else min(times)
 
 
 def convex_fit(

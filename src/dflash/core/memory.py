@@ -128,9 +128,8 @@ class Lessons:
         count = min(own.count, int(1 / SLOW))
         return (count * own.value + POOLED_WEIGHT * self.gain.value) / (count + POOLED_WEIGHT)
 
-    @property
-    def trees_win(self) -> bool:
-        """Whether trees have been shown to be worth leaving bit-exactness for."""
+    def judge_trees(self) -> bool:
+        """Whether trees have been shown to be worth leaving bit-exactness for; once they were, by a lower bar."""
         bar = TREE_KEPT if self._trees_won else TREE_GAIN
         self._trees_won = self.tree.count >= TREE_ROUNDS and self.tree.value >= bar * self.chain.value
         return self._trees_won

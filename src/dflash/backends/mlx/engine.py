@@ -167,7 +167,7 @@ class MLXEngine(Engine):
     target: MLXTarget
 
     def acceptor(self, params: SamplingParams, prompt_ids: Sequence[int]) -> MLXAcceptor:
-        return MLXAcceptor(params, prompt_ids, self.target.vocab_size)
+        return MLXAcceptor(params, prompt_ids, self.target.vocab_size, computed_in=self.target.dtype)
 
     def as_numpy(self, logits: mx.array) -> NDArray[np.float32]:
         return np.array(logits.astype(mx.float32))

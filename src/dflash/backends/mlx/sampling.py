@@ -31,9 +31,13 @@ class MLXAcceptor:
     draws are keyed by position it gives the text of plain decoding with the same seed.
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:
-        """`vocab_size`: width of the logits. Raises ConfigError for a logit_bias that cannot be applied."""
+    def __init__(
+        self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int, *, computed_in: mx.Dtype | None = None
+    ) -> None:
+        """`vocab_size`: width of the logits; `computed_in`: the model's dtype, where its logits may come in a wider
+        one. Raises ConfigError for a logit_bias that cannot be applied."""
         self._params = params
+        self._eps = 0.0 if computed_in is None else float(mx.finfo(computed_in).eps)
         self._position = len(prompt_ids)
         """Sequence position of the next token to be decided."""
         check_bias(params, vocab_size)
@@ -51,7 +55,8 @@ class MLXAcceptor:
         if self._params.temperature > 0:
             acceptance = self._sampled(proposal, _Drawn(processed, proposal, self._params, self._position))
         else:
-            greedy = _Greedy(processed, logits.dtype, margins=proposal.parents is not None)
+            eps = max(self._eps, float(mx.finfo(logits.dtype).eps))
+            greedy = _Greedy(processed, eps, margins=proposal.parents is not None)
             acceptance = walk(proposal, greedy.choose)
             if proposal.parents is not None:
                 acceptance = undecided(proposal, acceptance, greedy.is_near_tie)
@@ -82,10 +87,10 @@ class MLXAcceptor:
 class _Greedy:
     """The arg max of each row of [R, V], the first one of equals; with `margins` also how far behind the next is."""
 
-    def __init__(self, logits: mx.array, dtype: mx.Dtype, *, margins: bool) -> None:
-        """`dtype`: what the logits were computed in, before they were processed."""
+    def __init__(self, logits: mx.array, eps: float, *, margins: bool) -> None:
+        """`eps`: of the dtype that the logits were computed in, before they were processed."""
         tokens, best = mx.argmax(logits, axis=-1), mx.max(logits, axis=-1).astype(mx.float32)
-        self._tie_margin = tie_margin(float(mx.finfo(dtype).eps))
+        self._tie_margin = tie_margin(eps)
         second = None
         if margins:
             others = mx.where(mx.arange(logits.shape[-1])[None] == tokens[:, None], -math.inf, logits)

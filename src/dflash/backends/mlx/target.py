@@ -113,10 +113,15 @@ class MLXTarget:
         """Why this model cannot be fed trees, in a few words; None = it can. Found out by building the graph of one."""
         with self._lock:
             if self._ropes is None:
-                self._ropes = RowRopes(compat.rotary_embeddings(self.model))
-                self._no_trees = _trial(self.model, self.kv_bits)
+                ropes = RowRopes(compat.rotary_embeddings(self.model))
+                try:
+                    self._no_trees = _trial(self.model, self.kv_bits)
+                except BaseException:  # interrupted: the next request tries again
+                    ropes.close()
+                    raise
                 if self._no_trees is not None:
-                    self._ropes.close()
+                    ropes.close()
+                self._ropes = ropes
             return self._no_trees
 
     @property

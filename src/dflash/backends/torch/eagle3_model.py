@@ -137,8 +137,11 @@ class Eagle3Model(nn.Module):
         self.lm_head = nn.Linear(hidden, rows, bias=False) if config.owns_head else None
 
     def for_decoding(self) -> None:
-        """Run on packed weights from now on where that pays, see `DraftModel.for_decoding`."""
+        """Run on packed weights from now on where that pays, see `DraftModel.for_decoding`; the drafter packs the head
+        that it scores with."""
+        head, self.lm_head = self.lm_head, None
         pack_linears(self, choice=KernelChoice(packs_single=True))
+        self.lm_head = head
 
     def fuse(self, features_RF: Tensor) -> Tensor:
         """One state [R, H] from the taps of each row, concatenated in their order."""

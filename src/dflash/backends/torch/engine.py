@@ -28,6 +28,7 @@ from dflash.backends.torch.loading import (
     choose_device,
     choose_dtype,
     end_of_sequence_ids,
+    fits_memory,
     load_target,
     set_threads,
     spread_of,
@@ -189,7 +190,9 @@ class TorchEngine(Engine):
     tokenizer: PreTrainedTokenizerBase
 
     def acceptor(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TorchAcceptor:
-        return TorchAcceptor(params, prompt_ids, self.target.vocab_size, self.target.device)
+        return TorchAcceptor(
+            params, prompt_ids, self.target.vocab_size, self.target.device, computed_in=self.target.dtype
+        )
 
     def as_numpy(self, logits: torch.Tensor) -> NDArray[np.float32]:
         numbers: NDArray[np.float32] = logits.float().cpu().numpy()
@@ -234,7 +237,8 @@ def _load_draft(
     # float16 overflows in the feature fusion of real targets; the drafter casts at its border.
     dtype = torch.float32 if model.dtype == torch.float16 else model.dtype
     network = load_described(description, model.device, dtype, name=source.name)
-    network.for_decoding()
+    with fits_memory(f"draft {source.name}", dtype, model.device):
+        network.for_decoding()
     return functools.partial(load_attribute(DRAFTERS[config.kind]), network)
 
 

@@ -2,8 +2,9 @@
 the number of kernels counts as much as their work.
 
 Queries, keys and values of a block, gate and up of a feed-forward, keys and values of context rows for all layers. On
-CPUs in float32 the joint weight is packed (packing.py). For decoding only: a network that is being trained keeps its
-layers apart, and they are what the fused form is tested against.
+CPUs in float32 the joint weight is packed (packing.py), or held in float16 where that is as good (half.py). For
+decoding only: a network that is being trained keeps its layers apart, and they are what the fused form is tested
+against.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class FusedLinears:
         """
         Args:
             parts: of one input width, dtype and device, all with a bias or none.
-            packs: run on a second copy in oneDNN's layout where these weights can be packed.
+            packs: run on a second copy of the weights where `packed` has one.
             owns: the layers' own weights become views of the joint one, so that nothing is held twice.
         """
         self._sizes = [part.out_features for part in parts]

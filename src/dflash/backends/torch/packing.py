@@ -5,8 +5,8 @@ their own. oneDNN with weights packed once does neither: a 1536 x 576 layer on 4
 3, one thread), and a row's bits do not depend on the number of rows, so that exact plain decoding needs no padding of
 its forwards (exactness.py). It costs some 20 us per call, so that a single row that need not be exact may be slower or
 faster on it, depending on processor, threads and layer sizes: plain_form.py measures that at load. It is no faster for
-the many rows of a prefill. These keep PyTorch's matmul, and embedding and draft share the plain weights, so both copies
-stay in memory; `pack_linears` therefore leaves models alone whose second copy would be large.
+the many rows of a prefill. These keep PyTorch's matmul, and the embedding shares the plain weights, so both copies stay
+in memory; `pack_linears` therefore leaves models alone whose second copy would be large.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ def pack_linears(model: nn.Module, *, choice: KernelChoice | None = None, availa
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and is_packable(child.weight)
+        if is_bare(child) and is_packable(child.weight)
     ]
     if not has_room([child.weight for _, _, child in found], available=available):
         return 0
@@ -116,6 +117,14 @@ def pack_linears(model: nn.Module, *, choice: KernelChoice | None = None, availa
     for parent, name, child in found:
         parent.register_module(name, PackedLinear(child, choice))
     return len(found)
+
+
+def is_bare(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether this is a linear layer and nothing more: hooks or a forward that another library put on the instance
+    would be lost with it."""
+    return type(module) is nn.Linear and not (
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    )
 
 
 def is_packable(weight: Tensor) -> bool:
@@ -126,7 +135,7 @@ def is_packable(weight: Tensor) -> bool:
 
 def has_room(weights: Sequence[Tensor], *, available: int | None = None) -> bool:
     """Whether second copies of these weights fit into what packing may take. `available`: bytes; None = ask."""
-    needed = sum(weight.nbytes for weight in weights)
+    needed = sum(weight.nbytes for weight in weights if is_packable(weight))
     available = available_bytes() if available is None else available
     if needed <= min(MOST_BYTES, MOST_BYTES if available is None else MOST_SHARE * available):
         return True

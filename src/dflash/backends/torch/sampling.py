@@ -39,15 +39,18 @@ class TorchAcceptor:
         device: torch.device | str = "cpu",
         *,
         row_by_row: bool | None = None,
+        computed_in: torch.dtype | None = None,
     ) -> None:
         """`vocab_size`: width of the logits; `device`: where they are; `row_by_row`: judge rows one at a time
-        (None = on the CPU). Raises ConfigError for a logit_bias that cannot be applied."""
+        (None = on the CPU); `computed_in`: the model's dtype, where its logits may come in a wider one. Raises
+        ConfigError for a logit_bias that cannot be applied."""
         device = torch.device(device)
         if device.type in _WITHOUT_FLOAT64:
             device = torch.device("cpu")
         self._params = params
         self._device = device
         self._row_by_row = device.type == "cpu" if row_by_row is None else row_by_row
+        self._eps = 0.0 if computed_in is None else torch.finfo(computed_in).eps
         self._position = len(prompt_ids)
         """Sequence position of the next token to be decided."""
         self._bias = _Bias(params, vocab_size, device) if params.logit_bias else None
@@ -59,9 +62,8 @@ class TorchAcceptor:
         logits: Tensor = verdict.logits.detach().to(self._device)
         assert logits.shape[0] == len(proposal.tokens) + 1, "one row per draft token and one for the anchor"
         processor = self._processor(proposal, logits)
-        judge = _Judge(
-            processor, proposal, self._params, self._position, row_by_row=self._row_by_row, dtype=logits.dtype
-        )
+        eps = max(self._eps, torch.finfo(logits.dtype).eps)
+        judge = _Judge(processor, proposal, self._params, self._position, row_by_row=self._row_by_row, eps=eps)
         sampled = self._params.temperature > 0
         if sampled and proposal.drawn_from:
             acceptance = walk_drawn(proposal, judge.choose, judge.accepts, judge.replacement)
@@ -105,10 +107,10 @@ class _Judge:
         position: int,
         *,
         row_by_row: bool,
-        dtype: torch.dtype,
+        eps: float,
     ) -> None:
-        """`position`: of the token behind the anchor; `dtype`: what the logits were computed in."""
-        self._tie_margin = tie_margin(torch.finfo(dtype).eps)
+        """`position`: of the token behind the anchor; `eps`: of the dtype that the logits were computed in."""
+        self._tie_margin = tie_margin(eps)
         self._process, self._params, self._row_by_row = process, params, row_by_row
         self._depths = proposal.depths()
         self._seed_at = params.seed, position, max(self._depths) + 1
