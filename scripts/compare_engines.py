@@ -27,6 +27,8 @@ from dflash.registry import LAUNCHERS, load_attribute
 SETS = ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "2")
 STOP_SECONDS = 90.0
+OWN_FORMS = ("--form", "plain", "--form", "plain-exact", "--form", "dflash", "--form", "dflash-fixed")
+"""By cost, as it comes; and the whole block every round, which is what the others do."""
 
 
 def main() -> None:
@@ -48,9 +50,9 @@ def main() -> None:
     asked += [] if options.data_dir is None else ["--data-dir", str(options.data_dir)]
     pair = ["--target", options.target, "--draft", options.draft, "--dtype", "float32", "--device", "cpu"]
     done: list[Path] = []
-    for backend in ("torch", "transformers"):
+    for backend, forms in (("torch", OWN_FORMS), ("transformers", ())):
         if backend not in options.skip:
-            done.append(measure(backend, [*pair, *asked], options.out / backend))
+            done.append(measure(backend, [*pair, *asked, *forms], options.out / backend))
     if options.vllm_python is not None:
         with ExitStack() as servers:
             urls = [
