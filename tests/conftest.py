@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts the tests in the background makes them, and every command that they start, deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loading_measures_briefly() -> Iterator[None]:
+    """Loading a pair times its forwards for more than a second, so that costs are good; the tests load hundreds of tiny
+    pairs, and no text may depend on what rounds cost. Here it makes its least number of sweeps over all widths."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash.core.calibration.QUICK_SECONDS", 0.0)
+        yield

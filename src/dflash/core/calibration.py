@@ -71,7 +71,7 @@ def load_costs(
     path = costs_path(info, device, max_rows)
     curves = _read(path)
     if curves is None:
-        curves = measure(target, drafter, device, exact=info.exact, max_rows=max_rows)
+        curves = measure(target, drafter, device, exact=info.exact, max_rows=max_rows, seconds=QUICK_SECONDS)
         write_costs(path, *curves)
     return CostTracker(*curves)
 
@@ -88,7 +88,7 @@ def measure(
     *,
     exact: bool,
     max_rows: int,
-    seconds: float = QUICK_SECONDS,
+    seconds: float,
     clock: Clock = time.perf_counter,
 ) -> Curves:
     """Time verify forwards and drafts of this pair; (curve of verification, curve of drafting if there is a draft).
