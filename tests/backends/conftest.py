@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
+from dflash.backends.torch.draft_model import DraftModel
 from dflash.backends.torch.engine import TorchEngine as Engine
 from tests.backends import tiny_pair
 from tests.backends.architectures import SHARED
@@ -47,14 +50,28 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft that has learnt this target's greedy answers to the prompts by heart."""
+    """A draft that has learnt this target's greedy answers to the prompts by heart; all processes of a run of the tests
+    share it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all processes
+    folder = folder / "trained-draft"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            made = save_draft(folder.with_suffix(".part"), draft_that_knows(target_folder))
+            made.rename(folder)
+    return folder
+
+
+def draft_that_knows(target_folder: Path) -> DraftModel:
     engine = open_torch_engine(target_folder, None)
     network = random_draft(tiny_pair.draft_config())
     pairs = [(engine.tokenize(prompt), engine.generate(prompt, GREEDY).token_ids) for prompt in PROMPTS]
+    engine.close()
     tapped = load_with_taps(target_folder, network.config.target_layer_ids)
     train_draft(network, tapped.target, pairs)
     tapped.close()
-    return save_draft(tmp_path_factory.mktemp("draft") / "trained", network)
+    return network
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,13 @@ import pytest
 
 from dflash import Drafting, SamplingParams
 from dflash.cli.report import stats_line, stats_record
+from dflash.core import calibration
 from dflash.core.calibration import MOST_KEPT, costs_path, load_costs, measure, write_costs
 from dflash.core.cost import DRAFT_WORD, CostCurve, CostTracker
 from dflash.core.drafting import CopyDrafter
 from dflash.core.engine import NO_TREES, Engine
 from dflash.core.memory import TREE_ROUNDS, Memory
-from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, OpenEngine
+from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, OpenEngine, PlainTexts
 
 CHOICES = [
     Drafting(),
@@ -36,9 +37,16 @@ def trained(open_engine: OpenEngine, target_folder: Path, trained_folder: Path) 
     return open_engine(target_folder, trained_folder)
 
 
+@pytest.fixture(scope="module")
+def plain_texts(trained: Engine) -> PlainTexts:
+    return PlainTexts(trained)
+
+
 @pytest.mark.parametrize("drafting", CHOICES, ids=str)
 @pytest.mark.parametrize("rows_are_free", [True, False])
-def test_every_choice_gives_the_plain_tokens(trained: Engine, drafting: Drafting, rows_are_free: bool) -> None:
+def test_every_choice_gives_the_plain_tokens(
+    trained: Engine, plain_texts: PlainTexts, drafting: Drafting, rows_are_free: bool
+) -> None:
     """Fault: a cut, a copy, a branch or a skipped draft forward that changes the text; float32, greedy and sampled,
     with the measured costs and with costs under which everything is fed."""
     if drafting.mode == "fast" and not trained.target.session().supports_trees:
@@ -46,9 +54,8 @@ def test_every_choice_gives_the_plain_tokens(trained: Engine, drafting: Drafting
     trained.memory = Memory(CostTracker(FREE_ROWS if rows_are_free else None))
     for prompt in (PROMPTS[0], REPEATED):
         for params in (GREEDY, SAMPLED):
-            plain = trained.generate(prompt, params, use_draft=False)
             drafted = trained.generate(prompt, params, drafting=drafting)
-            assert drafted.token_ids == plain.token_ids
+            assert drafted.token_ids == plain_texts(prompt, params).token_ids
             assert sum(drafted.stats.rows.values()) == drafted.stats.num_rounds
             if not drafting.fixed:
                 assert sum(drafted.stats.reasons.values()) in (drafted.stats.num_rounds, drafted.stats.num_rounds - 1)
@@ -66,7 +73,7 @@ def test_a_draft_that_knows_the_answer_is_used_and_a_random_one_rests(
     noise = open_engine(target_folder, draft_folder)
     noise.memory = Memory(CostTracker(DEARER_ROWS))
     bad = noise.generate(PROMPTS[0], GREEDY, drafting=drafting)
-    assert bad.stats.reasons.get("plain", 0) > 30
+    assert bad.stats.reasons.get("plain", 0) > GREEDY.max_new_tokens / 2
     noise.close()
 
 
@@ -154,6 +161,31 @@ def test_measured_costs_are_kept_and_damage_is_measured_anew(trained: Engine, tm
     assert (tmp_path / "many" / f"{MOST_KEPT + 2}.json").is_file()
     (tmp_path / "plain").write_text("")
     write_costs(tmp_path / "plain" / "x", verify, draft)  # a cache that cannot be written is no error
+
+
+def test_a_quick_measurement_goes_on_until_its_time_is_up(trained: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: loading times every width once or twice and takes what a busy moment gave, or does not know its time."""
+    readings = 0
+
+    def clock() -> float:
+        nonlocal readings
+        readings += 1
+        return 0.01 * readings
+
+    measure(trained.target, None, trained.device(), exact=True, max_rows=16, seconds=1.2, clock=clock)
+    assert readings > 1.2 / 0.01
+    asked: list[float] = []
+
+    def told(*_: object, seconds: float, **__: object) -> tuple[CostCurve, None]:
+        asked.append(seconds)
+        return FREE_ROWS, None
+
+    assert trained.drafter is not None
+    costs_path(trained.info, trained.device(), 7).unlink(missing_ok=True)
+    monkeypatch.setattr(calibration, "measure", told)
+    monkeypatch.setattr(calibration, "QUICK_SECONDS", 3.5)
+    load_costs(trained.target, trained.drafter, trained.info, trained.device(), max_rows=7)
+    assert asked == [3.5]
 
 
 def test_slow_forwards_are_timed_once(trained: Engine) -> None:

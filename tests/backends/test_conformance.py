@@ -21,13 +21,23 @@ from dflash.cache import file_sha256
 from dflash.core.engine import Engine, StreamEvent
 from dflash.types import Drafting, Proposal
 from tests.backends import tiny_pair
-from tests.backends.pairs import BACKENDS, GREEDY, PROMPTS, SAMPLED, OpenEngine
+from tests.backends.pairs import BACKENDS, GREEDY, PROMPTS, SAMPLED, OpenEngine, PlainTexts
 from tests.backends.tiny_pair import END, random_draft, save_draft, save_target
 
 
 @pytest.fixture(scope="module")
 def engine(open_engine: OpenEngine, target_folder: Path, draft_folder: Path) -> Engine:
     return open_engine(target_folder, draft_folder)
+
+
+@pytest.fixture(scope="module")
+def trained(open_engine: OpenEngine, target_folder: Path, trained_folder: Path) -> Engine:
+    return open_engine(target_folder, trained_folder)
+
+
+@pytest.fixture(scope="module")
+def plain_texts(trained: Engine) -> PlainTexts:
+    return PlainTexts(trained)
 
 
 class ScriptedDrafter:
@@ -56,36 +66,30 @@ class ScriptedDrafter:
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_random_and_trained_drafts_change_nothing(
-    open_engine: OpenEngine,
-    prompt: str,
-    params: SamplingParams,
-    target_folder: Path,
-    draft_folder: Path,
-    trained_folder: Path,
+    engine: Engine, trained: Engine, plain_texts: PlainTexts, prompt: str, params: SamplingParams
 ) -> None:
     """The promise itself: same ids and text with a useless and with a good draft, greedy and at a temperature."""
-    accepted = {}
-    for folder in (draft_folder, trained_folder):
-        pair = open_engine(target_folder, folder)
-        plain = pair.generate(prompt, params, use_draft=False)
+    plain, accepted = plain_texts(prompt, params), []
+    for pair in (engine, trained):
         drafted = pair.generate(prompt, params, drafting=Drafting(fixed=True))
         assert drafted.token_ids == plain.token_ids
         assert drafted.text == plain.text
         assert pair.generate(prompt, params).token_ids == plain.token_ids
         assert plain.stats.num_proposed == 0 < drafted.stats.num_proposed
-        accepted[folder] = drafted.stats.num_accepted
-        pair.close()
+        accepted.append(drafted.stats.num_accepted)
     if params is GREEDY:  # otherwise the equality above would only have tested rejections
-        assert accepted[trained_folder] > 20 > accepted[draft_folder]
+        assert accepted[0] < 20 < accepted[1]
 
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("seed", range(2))
-def test_adversarial_draft_changes_nothing(seed: int, exact: bool, engine: Engine) -> None:
+def test_adversarial_draft_changes_nothing(seed: int, exact: bool, engine: Engine, plain_texts: PlainTexts) -> None:
     """Every mixture of right and wrong tokens, so that each number of kept rows occurs, across the 512-key bucket."""
-    params = SamplingParams(max_new_tokens=520, ignore_eos=True)
-    prompt_ids = engine.tokenize("abc")
-    plain = engine.generate(prompt_ids=prompt_ids, params=params, use_draft=False, exact=False)
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+    prompt_ids = engine.tokenize("abc" * 135)
+    assert len(prompt_ids) < 512 - 100 < 512 + 90 < len(prompt_ids) + params.max_new_tokens
+    plain = plain_texts(prompt_ids=prompt_ids, params=params, exact=False)
+    assert len(set(plain.token_ids)) > 50
     truth = [*prompt_ids, *plain.token_ids]
     fake = type(engine)(
         target=engine.target,
@@ -100,32 +104,41 @@ def test_adversarial_draft_changes_nothing(seed: int, exact: bool, engine: Engin
     assert set(drafted.stats.acceptance_lengths) == set(range(1, 9))
 
 
-@pytest.mark.parametrize("width", [1, 2, 5, 8, None])
+EXTRAS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "top_k": {"temperature": 0.8, "top_k": 20, "seed": 5},
+    "nucleus": {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3, "seed": 2**62},
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {65: 3.0, 66: float("-inf")}},
+}
+WIDTHS = (1, 2, 5, 8)
+
+
 @pytest.mark.parametrize(
-    "extra",
-    [
-        {},
-        {"temperature": 0.8, "top_k": 20, "seed": 5},
-        {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3, "seed": 2**62},
-        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {65: 3.0, 66: float("-inf")}},
-    ],
+    ("width", "extra"), [(None, extra) for extra in EXTRAS] + list(zip(WIDTHS, reversed(EXTRAS), strict=True))
 )
-def test_same_text_at_any_width(
-    open_engine: OpenEngine, width: int | None, extra: dict[str, Any], target_folder: Path, trained_folder: Path
-) -> None:
-    """Draws are keyed by position and penalties see the hypothetical prefix: how much was proposed must not show."""
-    params = SamplingParams(max_new_tokens=40, ignore_eos=True, **extra)
-    fixed = Drafting(fixed=True, width=width)
-    pair = open_engine(target_folder, trained_folder, drafting=fixed)
-    plain = pair.generate(PROMPTS[0], params, use_draft=False)
-    drafted = pair.generate(PROMPTS[0], params)
+def test_same_text_at_any_width(trained: Engine, plain_texts: PlainTexts, width: int | None, extra: str) -> None:
+    """Draws are keyed by position and penalties see the hypothetical prefix: how much was proposed must not show. Every
+    way to sample at full width, every other width with one of them: rows are filtered one by one."""
+    params = SamplingParams(max_new_tokens=GREEDY.max_new_tokens, ignore_eos=True, **EXTRAS[extra])
+    plain = plain_texts(PROMPTS[0], params)
+    drafted = trained.generate(PROMPTS[0], params, drafting=Drafting(fixed=True, width=width))
     assert drafted.token_ids == plain.token_ids
     assert max(drafted.stats.acceptance_lengths) <= (width or 8)
     assert len(drafted.stats.proposed_per_slot) == (width or 8) - 1
     for choice in (Drafting(width=width), Drafting(width=width, mode="fast", draws=False)):
-        chosen = pair.generate(PROMPTS[0], params, drafting=choice)
+        chosen = trained.generate(PROMPTS[0], params, drafting=choice)
         assert chosen.token_ids == plain.token_ids
         assert max(chosen.stats.rows) <= (width or 16)
+
+
+def test_a_choice_at_load_is_that_of_every_request(
+    open_engine: OpenEngine, target_folder: Path, trained_folder: Path, plain_texts: PlainTexts
+) -> None:
+    """Fault: how to draft is taken when loading and forgotten."""
+    pair = open_engine(target_folder, trained_folder, drafting=Drafting(fixed=True, width=5))
+    drafted = pair.generate(PROMPTS[0], GREEDY)
+    assert drafted.token_ids == plain_texts(PROMPTS[0]).token_ids
+    assert len(drafted.stats.proposed_per_slot) == 4
     pair.close()
 
 

@@ -30,9 +30,9 @@ def test_stream_is_generate_in_pieces(engine: Engine) -> None:
     assert (parts.text, parts.token_ids) == (whole.text, whole.token_ids)
     assert whole.text == engine.decode(whole.token_ids)
     stats = whole.stats
-    assert stats.num_tokens == len(whole.token_ids) == 60
+    assert stats.num_tokens == len(whole.token_ids) == GREEDY.max_new_tokens
     assert stats.num_prompt_tokens == len(engine.tokenize(PROMPTS[2]))
-    assert sum(stats.acceptance_lengths) == 59
+    assert sum(stats.acceptance_lengths) == GREEDY.max_new_tokens - 1
     assert stats.finish_reason == "length"
     assert stats.prefill_seconds > 0
     assert 0 < stats.draft_seconds + stats.verify_seconds < stats.decode_seconds
@@ -52,14 +52,16 @@ def test_stops(engine: Engine) -> None:
     )
     for use_draft in (True, False):
         for one, params in (
-            (engine, SamplingParams(max_new_tokens=60, stop_token_ids=[token], ignore_eos=True)),
-            (with_eos, SamplingParams(max_new_tokens=60)),
+            (engine, SamplingParams(max_new_tokens=GREEDY.max_new_tokens, stop_token_ids=[token], ignore_eos=True)),
+            (with_eos, SamplingParams(max_new_tokens=GREEDY.max_new_tokens)),
         ):
             result = one.generate("q", params, use_draft=use_draft)
             assert result.stats.finish_reason == "stop"
             assert result.token_ids[-1] in (token, END)
             assert result.token_ids == free.token_ids[: min(first + 1, len(result.token_ids))]
         text = free.text[10:14]
-        result = engine.generate("q", SamplingParams(max_new_tokens=60, stop=[text], ignore_eos=True))
+        result = engine.generate(
+            "q", SamplingParams(max_new_tokens=GREEDY.max_new_tokens, stop=[text], ignore_eos=True)
+        )
         assert result.text == free.text[: free.text.index(text)]
         assert result.stats.finish_reason == "stop"
