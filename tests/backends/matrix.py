@@ -27,8 +27,8 @@ PROMPT = tokens(2 * WINDOW + 5)
 """Longer than two windows."""
 BLOCK = tokens(5, seed=1)
 NEXT = tokens(3, seed=2)
-NUM_TOKENS = 64
-"""Eight windows deep."""
+NUM_TOKENS = 40
+"""Five windows deep."""
 BLOCK_SIZE = 6
 DRAFTERS = ("random", "own text", "adversarial")
 
@@ -212,7 +212,15 @@ def judge(family: str) -> list[str]:
 
 def table(verdicts: Mapping[str, Sequence[str]]) -> str:
     """The table of docs/architectures.md."""
-    head = ["family", "class", "kinds of state", "trees", "rollback", *(f"64 tokens, {d}" for d in DRAFTERS), "chunks"]
+    head = [
+        "family",
+        "class",
+        "kinds of state",
+        "trees",
+        "rollback",
+        *(f"{NUM_TOKENS} tokens, {d}" for d in DRAFTERS),
+        "chunks",
+    ]
     lines = [head, ["---"] * len(head)]
     for family, cells in verdicts.items():
         row = [family, f"`{ARCHITECTURES[family].model}`", *cells]
