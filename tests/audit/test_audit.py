@@ -21,6 +21,8 @@ from tests.audit.subjects import NUM_TOKENS, PROMPTS, engine_of, mlx_engine_of
 from tests.backends.tiny_targets import llama
 
 WORK = Workload(max_new_tokens=NUM_TOKENS, num_runs=8)
+GREEDY_WORK = Workload(max_new_tokens=NUM_TOKENS, num_runs=1)
+"""For faults that show without sampling."""
 
 
 @pytest.fixture(scope="module", params=["torch", "mlx"])
@@ -96,9 +98,9 @@ def test_progress_is_told(engine: Engine) -> None:
     assert told[-1] == ("sampling", 1.0)
 
 
-def caught(engine: Engine, *words: str) -> None:
+def caught(engine: Engine, *words: str, work: Workload = GREEDY_WORK) -> None:
     """The audit must fail and say each of these words in one of its failures."""
-    report = audit(engine, PROMPTS[:1], WORK)
+    report = audit(engine, PROMPTS[:1], work)
     assert not report.passed
     for word in words:
         assert any(word in failure for failure in report.failures), report.failures
@@ -182,7 +184,7 @@ def test_copies_that_are_believed_are_caught(engine: Engine, monkeypatch: pytest
         return Acceptance.chain(max(right.num_accepted, 1 + proposal.sources.index("copy")), right.next_token)
 
     tamper(monkeypatch, engine, believing)
-    report = audit(engine, PROMPTS, WORK)
+    report = audit(engine, PROMPTS, GREEDY_WORK)
     wrong = {text.form for text in report.texts if not text.passed}
     assert "all guesses" in wrong
     assert "whole blocks" not in wrong
@@ -208,7 +210,7 @@ def test_biased_sampling_is_caught(engine: Engine, monkeypatch: pytest.MonkeyPat
         return Acceptance.chain(1, right.next_token)
 
     tamper(monkeypatch, engine, biased, sampled_only=True)
-    caught(engine, "target's law")
+    caught(engine, "target's law", work=WORK)
 
 
 def test_a_width_class_that_does_not_hold_is_caught(torch_engine: TorchEngine) -> None:
