@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash.backends.torch.attention import AttentionForm
 from dflash.backends.torch.compat import LayerSpec
 from dflash.backends.torch.masks import BlockMask, SessionMasks, window_mask
 from dflash.backends.torch.state import SessionCache
@@ -112,6 +113,10 @@ def test_a_window_over_a_long_text(window: int, exact: bool) -> None:
     assert torch.equal(kept, torch.arange(cache.num_tokens - window + 1, cache.num_tokens, dtype=torch.float32))
 
 
+def session_masks(specs: list[LayerSpec]) -> SessionMasks:
+    return SessionMasks(specs, torch.device("cpu"), torch.float32, AttentionForm())
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_window_masks_equal_their_definition(chunked: bool) -> None:
     """Row at position p sees key t iff it is itself, an ancestor or committed, and t > p - window (or t lies in p's
@@ -137,7 +142,7 @@ def test_window_masks_equal_their_definition(chunked: bool) -> None:
         cache.begin(num_rows, buckets=True)
         full = BlockMask(torch.device("cpu"), torch.float32).rows(start, num_rows, cache.span.num_keys, 128)
         if proposal.parents is not None:
-            both: Any = SessionMasks([LayerSpec("DynamicLayer")], full.device, full.dtype).of(cache, num_rows, proposal)
+            both: Any = session_masks([LayerSpec("DynamicLayer")]).of(cache, num_rows, proposal)
             full = both
         mask = window_mask(full, positions, start, (num_keys, first), window, chunked=chunked)
         for row in range(num_rows):
@@ -166,11 +171,11 @@ def test_masks_by_kind_of_attention() -> None:
         cache.begin(10, buckets=False)
         cache.commit(range(10))
         cache.begin(3, buckets=False)
-        mask = SessionMasks(specs, torch.device("cpu"), torch.float32).of(cache, 3, Proposal((1, 2)))
+        mask = session_masks(specs).of(cache, 3, Proposal((1, 2)))
         assert (set(mask) if isinstance(mask, dict) else None) == keys
     cache = SessionCache([recurrent])
     cache.begin(3, buckets=False)
-    assert SessionMasks([recurrent], torch.device("cpu"), torch.float32).of(cache, 3, Proposal((1, 2))) is None
+    assert session_masks([recurrent]).of(cache, 3, Proposal((1, 2))) is None
 
 
 def test_prompts_shorter_than_the_convolution() -> None:

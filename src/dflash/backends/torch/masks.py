@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 
+from dflash.backends.torch.attention import AttentionForm
 from dflash.backends.torch.compat import LayerSpec
 from dflash.backends.torch.state import SessionCache
 from dflash.core.tree import ancestor_matrix, row_positions
@@ -23,7 +24,14 @@ ModelMask: TypeAlias = torch.Tensor | dict[str, torch.Tensor | None] | None
 class SessionMasks:
     """The masks of one session's forwards, in the form that its model takes."""
 
-    def __init__(self, specs: Sequence[LayerSpec], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        device: torch.device,
+        dtype: torch.dtype,
+        attention: AttentionForm,
+    ) -> None:
+        self._attention = attention
         self._block = BlockMask(device, dtype)
         self._layers: dict[str, int] = {}
         """Mask key -> the first layer that stores keys for it."""
@@ -33,14 +41,14 @@ class SessionMasks:
         self._windows = {mask: specs[index].window for mask, index in self._layers.items()}
 
     def of(self, cache: SessionCache, num_rows: int, proposal: Proposal) -> ModelMask:
-        """For a forward of `proposal` that `cache` has begun. Of the `num_rows` rows those behind the proposal's are
-        padding, and those behind the fed ones have no key."""
+        """For a forward of `proposal` that `cache` has begun; `num_rows` as `AttentionForm` says: those behind the
+        proposal's are padding, and those behind the fed ones have no key."""
         span = cache.span
         full = self._block.rows(span.start, num_rows, span.num_keys, span.capacity)
         if proposal.parents is not None:
             full = tree_mask(full, span.start, proposal.parents)
         positions = row_positions(span.start, num_rows, proposal)
-        masks: dict[str, torch.Tensor | None] = {}
+        masks: dict[str, torch.Tensor] = {}
         for mask, layer in self._layers.items():
             window = self._windows[mask]
             if window is None:
@@ -49,6 +57,7 @@ class SessionMasks:
             returned = cache.get_mask_sizes(span.num_rows, layer)
             chunked = mask == "chunked_attention"
             masks[mask] = window_mask(full, positions, span.start, returned, window, chunked=chunked)
+        masks = {name: self._attention.mask(mask) for name, mask in masks.items()}
         if len(masks) > 1:
             return {**masks, "linear_attention": None, "conv": None}
         return next(iter(masks.values()), None)

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash.backends.torch import compat
+from dflash.backends.torch.attention import AttentionForm
 from dflash.backends.torch.masks import ModelMask, SessionMasks
 from dflash.backends.torch.packing import KernelChoice, kernel_choice
 from dflash.backends.torch.replay import Record, Replay
@@ -30,10 +31,6 @@ from dflash.core.pair import check_prompt, check_taps
 from dflash.core.tree import row_positions
 from dflash.errors import UnsupportedModel
 from dflash.types import Proposal, Verdict
-
-ATTENTION_ROWS = 4
-"""Least rows of attention in exact mode on CPUs, whose kernels sum 1, 2 and 3 rows in orders of their own. Cheaper than
-padding the whole forward, where the linear layers do not need it (packing.py)."""
 
 
 class TorchTarget:
@@ -46,7 +43,7 @@ class TorchTarget:
         max_length: context limit in tokens.
         device, dtype: of the weights.
         exact_width: least number of rows of a decoding forward in exact mode.
-        attention_rows: least number of rows of its attention.
+        attention: the form of its masks.
         kernels: tells packed linear layers what a forward's single rows run on.
         packs_single: whether they run packed also where exactness is not asked for.
     """
@@ -94,9 +91,9 @@ class TorchTarget:
         self.prefill_chunk = prefill_chunk
         check_states(self.layer_specs, type(model).__name__)
         check_taps(self.taps, self.num_layers, type(model).__name__)
-        self.attention_rows = ATTENTION_ROWS if compat.use_grouped_attention(model) else 1
+        self.attention = compat.use_grouped_attention(model)
         if any(KINDS[spec.state].mask_has_fed_rows for spec in self.layer_specs):
-            self.attention_rows = 1
+            self.attention = AttentionForm()
         self.kernels = kernel_choice(model) or KernelChoice()
         self.packs_single = packs_single
         model.eval()
@@ -186,7 +183,7 @@ class TorchTargetSession:
         self._features = features and bool(target.taps)
         self._least_width = target.exact_width if exact else 1
         self._cache = target.cache_class(target.layer_specs)
-        self._masks = SessionMasks(target.layer_specs, target.device, target.dtype)
+        self._masks = SessionMasks(target.layer_specs, target.device, target.dtype, target.attention)
         self._fed: list[int] = []  # tokens that the last verify fed and nobody has committed yet
         self._record: Record | None = None  # of the last verify, where recurrent layers may have to run again
 
@@ -303,7 +300,8 @@ class TorchTargetSession:
     def close(self) -> None:
         """Free the state; the session is empty afterwards."""
         self._cache.free()
-        self._masks = SessionMasks(self._target.layer_specs, self._target.device, self._target.dtype)
+        target = self._target
+        self._masks = SessionMasks(target.layer_specs, target.device, target.dtype, target.attention)
         self._fed, self._record = [], None
 
     def _feed(self, anchor: int, proposal: Proposal, *, pad: bool = True) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -314,7 +312,7 @@ class TorchTargetSession:
         cache.begin(width, buckets=self._exact)
         mask: ModelMask = None
         if self._exact or width > 1:
-            num_rows = max(width, target.attention_rows) if self._exact else width
+            num_rows = target.attention.num_rows(width, exact=self._exact)
             mask = self._masks.of(cache, num_rows, proposal)
         ids += [anchor] * (width - len(ids))
         positions = None
