@@ -20,6 +20,7 @@ from pathlib import Path
 from dflash.bench.oracles import best_width, hindsight, losses
 from dflash.bench.replay import Costs, Replayed, overall, replay
 from dflash.bench.traces import Trace, read_traces, record, write_traces
+from dflash.core.bigrams import Bigrams, read_bigrams
 from dflash.prepare.prompts import read_prompts
 from dflash.types import Drafting, SamplingParams
 
@@ -47,18 +48,28 @@ def recorded(options: argparse.Namespace) -> Iterator[Trace]:
             yield trace
 
 
-def replayed(traces: Sequence[Trace], costs: Costs, drafting: Drafting, *, fresh: bool) -> list[Replayed]:
+def replayed(
+    traces: Sequence[Trace], costs: Costs, drafting: Drafting, *, fresh: bool, bigrams: Bigrams | None = None
+) -> list[Replayed]:
     """All answers on one engine, or (`fresh`) each on an engine of its own."""
     memory = None if fresh else costs.memory()
-    return [replay(trace, costs, drafting, memory) for trace in traces]
+    return [replay(trace, costs, drafting, memory, bigrams=bigrams) for trace in traces]
 
 
-def show(traces: Sequence[Trace], costs: Costs, forms: Sequence[str], *, fresh: bool, each: bool) -> None:
+def show(
+    traces: Sequence[Trace],
+    costs: Costs,
+    forms: Sequence[str],
+    *,
+    fresh: bool,
+    each: bool,
+    bigrams: Bigrams | None,
+) -> None:
     """Tables on standard output."""
     print(
         f"{'form':10}{'x plain':>9}{'slowest':>9}{'tau':>7}{'drafts':>8}{'rows':>7}  lost per token: rows asked missed"
     )
-    results = {form: replayed(traces, costs, FORMS[form], fresh=fresh) for form in forms}
+    results = {form: replayed(traces, costs, FORMS[form], fresh=fresh, bigrams=bigrams) for form in forms}
     for form, found in results.items():
         num_rounds = sum(len(one.rounds) for one in found)
         num_tokens = sum(len(step.tokens) for one in found for step in one.rounds)
@@ -116,16 +127,18 @@ def main() -> None:
     two.add_argument("--draft", type=float, default=0.25, help="a draft's forward, in plain steps")
     two.add_argument("--forms", default="fixed,no-copy,exact,auto,fast", help="comma-separated")
     two.add_argument("--fresh", action="store_true", help="every answer on an engine that has learned nothing yet")
+    two.add_argument("--bigrams", type=Path, metavar="FOLDER", help="a draft's folder, for the counts in it")
     two.add_argument("--each", action="store_true", help="a line per answer as well")
     options = parser.parse_args()
     if options.command == "record":
         print(f"{write_traces(options.traces, recorded(options))} answers in {options.traces}")
         return
+    bigrams = None if options.bigrams is None else read_bigrams(options.bigrams, 1 << 31)
     for path in options.traces:
         print(f"\n{path}")
         costs = Costs.through(dict(options.verify), options.draft)
         traces = [trace for trace in read_traces(path) if trace.tables]  # an answer of one token has nothing to draft
-        show(traces, costs, options.forms.split(","), fresh=options.fresh, each=options.each)
+        show(traces, costs, options.forms.split(","), fresh=options.fresh, each=options.each, bigrams=bigrams)
 
 
 if __name__ == "__main__":

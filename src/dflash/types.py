@@ -99,6 +99,8 @@ class Drafting:
     """Feed whole blocks of the draft, no copies, no decisions by cost."""
     copies: bool = True
     """Look for copies of earlier text beside the draft."""
+    bigrams: bool = True
+    """Judge the draft's candidates by the ones before them, where counts lie beside the draft (`core/bigrams.py`)."""
     draws: bool = True
     """In mode "fast", where tokens are sampled: draw guesses from the draft's distribution where that is better than
     its first choices. The target's distribution stays, the text of a seed does not."""
@@ -112,7 +114,7 @@ class Drafting:
 
     def __post_init__(self) -> None:
         arguments.check_choice("mode", self.mode, MODES)
-        for name in ("fixed", "copies", "draws", "steady"):
+        for name in ("fixed", "copies", "bigrams", "draws", "steady"):
             arguments.check_flag(name, getattr(self, name))
         for name in ("width", "draft_window"):
             arguments.check_whole(name, getattr(self, name), optional=True)

@@ -25,6 +25,7 @@ TINY_DRAFT = ("network.target_layer_ids=[0, 2]", "network.num_key_value_heads=4"
 SMALL = {
     "prepare": ("--max-new-tokens", "12", "--dtype", "float32", "--device", "cpu"),
     "train": (*TINY_RUN, *TINY_DATA),
+    "bigrams": (),
     "generate": ("-n", "4", "--dtype", "float32", "--device", "cpu", "--threads", "1", "--no-exact"),
 }
 
@@ -77,6 +78,11 @@ def test_from_prompts_to_a_draft(page: Path, place: Path, real_cli: CommandLine)
     execute(real_cli, resume.split()[1:])
     execute(real_cli, generate)
     assert (place / "runs/first/draft/provenance.json").is_file()
+    for words in commands(page):
+        if words[0] == "bigrams":
+            assert execute(real_cli, [*words[:-1], "runs/first/draft"]).startswith(
+                "runs/first/draft/draft_bigrams.json"
+            )
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)

@@ -236,6 +236,7 @@ def test_fingerprint(tmp_path: Path) -> None:
     path = write(tmp_path)
     base = fingerprint(load_config(path))
     harmless = ["out=elsewhere", "dtype=bfloat16", "log_every=3", "checkpoint_every=5", "max_minutes=1", "device=cpu"]
+    harmless += ["data.bigrams=false"]
     assert fingerprint(load_config(path, harmless)) == base
     for override in ("steps=9", "optimizer.learning_rate=1", "seed=4", "data.limit=7", "loss.distill=0.5"):
         assert fingerprint(load_config(path, [override])) != base

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash.backends.torch.draft_loading import load_draft
+from dflash.core.bigrams import read_bigrams
 from dflash.train.trainer import run_training
 from tests.train.toy import make_pair, metrics, recipe, run
 
@@ -62,6 +63,7 @@ def test_a_killed_run_leaves_the_draft_of_its_last_evaluation(
         (decoded,) = metrics(out, "decode")
         assert facts["held_out"] == {key: value for key, value in decoded.items() if key not in ("kind", "step")}
     run_training(path, resume=True)
+    assert read_bigrams(out / "draft", 1 << 31) is not None
     facts = provenance(out)
     assert (facts["steps"], facts["sequences_seen"]) == (8, 16)
     assert exported_step(out, [6, 8]) == [8]

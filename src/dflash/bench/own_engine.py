@@ -113,6 +113,8 @@ class OwnBackend(ABC):
         """The engine's own account of what it loaded."""
         info = self._engine.info
         details = {"drafting": _described(self._engine.drafting)}
+        if info.num_bigrams:
+            details["bigrams"] = str(info.num_bigrams)
         if info.width is not None:
             details["width"] = str(info.width)
         if info.exactness is not None:
@@ -228,6 +230,7 @@ def _described(drafting: Drafting) -> str:
     if drafting.fixed:
         return f"whole blocks of the draft, fixed{window}"
     copies = "with copies" if drafting.copies else "without copies"
+    copies += "" if drafting.bigrams else ", without bigrams"
     return f"by measured cost, mode {drafting.mode}, {copies}{window}"
 
 

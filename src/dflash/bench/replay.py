@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash.bench.traces import Trace
+from dflash.core.bigrams import Bigrams
 from dflash.core.cost import CostCurve, CostTracker
 from dflash.core.drafting import make_session
 from dflash.core.loop import speculative_rounds
@@ -181,13 +182,20 @@ class Replayed:
 
 
 def replay(
-    trace: Trace, costs: Costs, drafting: Drafting, memory: Memory | None = None, *, max_rows: int = MAX_ROWS
+    trace: Trace,
+    costs: Costs,
+    drafting: Drafting,
+    memory: Memory | None = None,
+    *,
+    bigrams: Bigrams | None = None,
+    max_rows: int = MAX_ROWS,
 ) -> Replayed:
     """Decode one answer again.
 
     Args:
         drafting: how the request drafts.
         memory: of the engine, which learns; None = one that has measured the costs and decoded nothing yet.
+        bigrams: counted beside the draft.
         max_rows: most rows of a verify forward.
     """
     clock = Clock()
@@ -198,6 +206,7 @@ def replay(
         memory or costs.memory(),
         max_rows=max_rows,
         supports_trees=True,
+        bigrams=bigrams,
         params=SamplingParams(temperature=trace.temperature),
         clock=clock,
     )

@@ -46,6 +46,8 @@ class PairFacts:
     """The mask id as text."""
     num_scored: int
     """Target ids that the draft can propose."""
+    num_bigrams: int = 0
+    """Pairs of tokens counted beside the draft."""
     trained_for: str | None = None
     """Thinking mode or template, where something says so."""
 
@@ -90,6 +92,7 @@ def _draft_rows(config: DraftConfig, facts: PairFacts) -> Iterator[Row]:
     scored = facts.num_scored
     part = "all" if scored >= facts.target_vocabulary - 1 else f"{scored / facts.target_vocabulary:.0%}"
     yield Row("vocabulary", f"{scored} of {facts.target_vocabulary} tokens can be proposed ({part})")
+    yield Row("bigrams", f"{facts.num_bigrams} pairs of neighbours counted" if facts.num_bigrams else "none counted")
     yield Row("embedding", "the draft's own" if config.owns_embedding else "the target's")
     yield Row("head", "the draft's own" if config.owns_head else "the target's")
 

@@ -153,6 +153,7 @@ def _facts(engine: Engine, description: DraftDescription, mode: str | None) -> P
         dialect=description.dialect,
         origins=description.origins,
         mask_token=mask,
+        num_bigrams=info.num_bigrams,
         trained_for=mode,
         num_scored=len(set(range(shared.vocab_size) if vocabulary is None else vocabulary) - {config.mask_token_id}),
     )

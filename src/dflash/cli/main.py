@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "calibrate": "dflash.cli.calibrate:calibrate",
     "prepare": "dflash.cli.prepare:prepare",
     "train": "dflash.cli.train:train",
+    "bigrams": "dflash.cli.bigrams:bigrams",
     "bench": "dflash.cli.bench:bench",
     "report": "dflash.cli.bench_report:report",
     "launch": "dflash.cli.launch:launch",

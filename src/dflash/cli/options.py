@@ -119,6 +119,9 @@ class ModelOptions:
         ),
     ] = None
     no_copy: Annotated[bool, model_option("--no-copy", help="Do not look for copies of earlier text.")] = False
+    no_bigrams: Annotated[
+        bool, model_option("--no-bigrams", help="Leave the counts of neighbouring tokens beside the draft alone.")
+    ] = False
     no_draw: Annotated[
         bool,
         model_option("--no-draw", help="Mode fast: never draw guesses from the draft; a seed then keeps its text."),
@@ -136,8 +139,8 @@ class ModelOptions:
             raise ConfigError(f"--mode is one of {', '.join(MODES)}, not {self.mode!r}.")
         if self.no_tree and self.mode == "fast":
             raise ConfigError("--mode fast feeds trees, which --no-tree forbids: drop one of them.")
-        if self.fixed and (self.mode == "fast" or self.no_copy):
-            raise ConfigError("--fixed feeds whole blocks only: drop --mode fast and --no-copy.")
+        if self.fixed and (self.mode == "fast" or self.no_copy or self.no_bigrams):
+            raise ConfigError("--fixed feeds whole blocks only: drop --mode fast, --no-copy and --no-bigrams.")
         if self.no_draw and self.mode != "fast":
             raise ConfigError("--no-draw limits what --mode fast may do, and nothing else draws: drop it.")
         mode: Mode = "exact" if self.no_tree else modes[self.mode]
@@ -145,6 +148,7 @@ class ModelOptions:
             mode=mode,
             fixed=self.fixed,
             copies=not self.no_copy,
+            bigrams=not self.no_bigrams,
             draws=not self.no_draw,
             width=self.width,
             draft_window=self.draft_window,

@@ -30,6 +30,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from dflash.core.bigrams import Bigrams
 from dflash.core.guesses import COPY, DRAFT, Guesses, Node
 from dflash.core.ledger import Ledger
 from dflash.core.memory import TREE_ROUNDS, Average, Memory
@@ -94,6 +95,7 @@ class AdaptiveDrafter:
         *,
         max_rows: int,
         copies: bool = True,
+        bigrams: Bigrams | None = None,
         trees: Literal["never", "auto", "always"] = "never",
         temperature: float = 0.0,
         generator: np.random.Generator | None = None,
@@ -106,6 +108,7 @@ class AdaptiveDrafter:
             memory: of the engine; learns as well.
             max_rows: most rows of a verify forward, the anchor's included.
             copies: look for copies.
+            bigrams: what the draft's candidates say about one another; None = nothing.
             trees: whether branches may be fed: "auto" = once they have been shown to bring `TREE_GAIN` times as much.
                 The target must support them.
             temperature: of the request's sampling.
@@ -125,6 +128,7 @@ class AdaptiveDrafter:
         self._max_rows = max_rows
         self._index = NgramIndex()
         self._copies = copies
+        self._bigrams = bigrams
         self._trees = trees
         self._num_candidates = NARROW if trees == "never" else BROAD
         self._drawing = None if generator is None else Drawing(self._lessons.agreements, self._survival, generator)
@@ -200,7 +204,8 @@ class AdaptiveDrafter:
         table = self._ask_draft(plan, anchor, budget, price)
         drawn = None
         if table is not None:
-            guesses = Guesses(self._survival, index=index, tail=tail, table=table, branching=self._num_candidates)
+            fitted = table if self._bigrams is None else self._bigrams.condition(table)
+            guesses = Guesses(self._survival, index=index, tail=tail, table=fitted, branching=self._num_candidates)
             spent, line = self._costs.draft(depth), self._costs.line(depth, self._max_rows)
             both = self._plan(guesses, budget, price, spent=spent)
             if self._drawing is not None:
@@ -228,7 +233,8 @@ class AdaptiveDrafter:
             return None
         rest.asked()
         started = self._clock()
-        count = self._num_candidates if self._drawing is None else max(self._num_candidates, NUM_DRAWN)
+        count = self._num_candidates if self._bigrams is None else BROAD
+        count = count if self._drawing is None else max(count, NUM_DRAWN)
         table = self._ask(anchor, budget, count)
         if not self._steady:
             costs.saw_draft(depth, self._clock() - started)

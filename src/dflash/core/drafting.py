@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from dflash.core.adaptive import AdaptiveDrafter
+from dflash.core.bigrams import Bigrams
 from dflash.core.draws import draft_generator
 from dflash.core.exactness import PROBED_WIDTH
 from dflash.core.memory import Memory
@@ -68,6 +69,7 @@ def make_session(
     *,
     max_rows: int,
     supports_trees: bool,
+    bigrams: Bigrams | None = None,
     params: SamplingParams = _GREEDY,
     clock: Callable[[], float] = time.perf_counter,
 ) -> AdaptiveDrafter | ParkingDrafter:
@@ -76,6 +78,7 @@ def make_session(
     Args:
         max_rows: most rows of a verify forward that the engine has checked.
         supports_trees: of the target's session; without it chains are used in every mode.
+        bigrams: counted beside the draft.
         params: the request's; where it samples, mode "fast" may draw from the draft's distribution.
         clock: seconds, by which rounds are timed.
 
@@ -94,6 +97,7 @@ def make_session(
         memory,
         max_rows=max_rows if drafting.width is None else min(max_rows, drafting.width),
         copies=drafting.copies or only_copies,
+        bigrams=bigrams if drafting.bigrams else None,
         trees=trees,
         temperature=params.temperature,
         generator=draft_generator(params.seed) if draws else None,

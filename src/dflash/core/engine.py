@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from dflash.core.adaptive import AdaptiveDrafter
+from dflash.core.bigrams import Bigrams
 from dflash.core.drafting import CopyDrafter, SharedDrafter, make_session
 from dflash.core.engine_info import EngineInfo
 from dflash.core.loop import Clock, speculative_rounds
@@ -149,16 +150,19 @@ class Engine(ABC):
         drafting: Drafting | None = None,
         memory: Memory | None = None,
         max_rows: int = CHECKED_ROWS,
+        bigrams: Bigrams | None = None,
     ) -> None:
         """
         Args:
             drafting: how requests draft unless they say otherwise.
             memory: measured costs to start from; None = nothing is measured, rounds will tell.
             max_rows: most rows of a verify forward that has been checked (bit-exactness, memory).
+            bigrams: counted beside the draft; None = there are no counts.
         """
         self.drafting = drafting or Drafting(width=info.width)
         self.memory = memory or Memory()
         self.max_rows = max_rows
+        self.bigrams = bigrams
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
@@ -291,6 +295,7 @@ class Engine(ABC):
                 self.memory,
                 max_rows=self.max_rows,
                 supports_trees=trees,
+                bigrams=self.bigrams,
                 params=params,
             )
         rounds = speculative_rounds(

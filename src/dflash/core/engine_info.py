@@ -42,6 +42,8 @@ class EngineInfo:
     packs_single: bool = False
     """Whether plain steps that need not be exact run on weights packed for several rows, because a measurement at load
     found that faster: the form that speed-ups are divided by."""
+    num_bigrams: int = 0
+    """Pairs of tokens that were counted beside the draft."""
 
     @classmethod
     def of(

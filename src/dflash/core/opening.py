@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dflash import arguments
 from dflash.core.autoregressive import CHAIN
+from dflash.core.bigrams import Bigrams, read_bigrams
 from dflash.core.draft_config import DraftConfig
 from dflash.core.draft_reader import DraftDescription, read_draft
 from dflash.core.drafting import engine_drafting
@@ -35,6 +36,8 @@ class Opening:
     """Files of a draft; None = there is none, or it needs no model."""
     description: DraftDescription | None
     """Of a draft that reads the target's features; None where it is a language model."""
+    bigrams: Bigrams | None
+    """Counted beside the draft."""
     model_free: str | None
     """"module:attribute" of a drafter that needs no model."""
     draft_name: str | None
@@ -62,9 +65,11 @@ class Opening:
 
     def named(self, info: EngineInfo) -> EngineInfo:
         """`info` with what only the opening knows: the name of a drafter without files, the rows of one without a
-        description."""
+        description, the counts beside one."""
         if self.model_free is not None:
             return dataclasses.replace(info, draft=self.draft_name)
+        if self.bigrams is not None:
+            return dataclasses.replace(info, num_bigrams=len(self.bigrams.pair_keys))
         return dataclasses.replace(info, block_size=self.num_rows) if self.is_language_model else info
 
 
@@ -94,19 +99,21 @@ def open_pair(
     target_source = resolve_target(arguments.path_of("target", target), allow_code=trust_remote_code, progress=report)
     draft_name = None if draft is None else arguments.path_of("draft", draft)
     model_free = MODEL_FREE_DRAFTERS.get(draft_name or "")
-    source, description, num_rows = None, None, 1
+    source, description, bigrams, num_rows = None, None, None, 1
     if draft_name is not None and model_free is None:
         source = resolve_draft(draft_name, target_source, progress=report)
         if folder_is_language_model(source.path):
             num_rows += CHAIN
         else:
             description = _described(source, backend, kinds)
+            bigrams = read_bigrams(source.path, description.config.vocab_size)
             num_rows += description.config.max_proposal
     chosen = engine_drafting(drafting, width, None if draft is None else num_rows, has_model=model_free is None)
     return Opening(
         target=target_source,
         draft=source,
         description=description,
+        bigrams=bigrams,
         model_free=model_free,
         draft_name=draft_name,
         num_rows=num_rows,

@@ -61,6 +61,11 @@ class DataConfig(_Section):
         description="Sequences kept apart for evaluation, by a hash of their prompts: the same ones in any file. All "
         "turns of a conversation stay on one side.",
     )
+    bigrams: bool = Field(
+        True,
+        description="Count which tokens follow one another in the answers and keep that beside the weights: where "
+        "drafting goes by cost, the draft's guesses then fit together.",
+    )
     split_seed: int = Field(0, ge=0, description="Which sequences are held out and which the limit keeps.")
     limit: int | None = Field(None, ge=1, description="Learn from only the first so many sequences (by that hash).")
     length_window: int = Field(

@@ -26,6 +26,7 @@ from dflash.errors import CheckpointError, ConfigError
 from dflash.prepare.jsonl import read_json_object, write_json_atomically
 from dflash.resolve import Progress
 from dflash.train import data as data_module
+from dflash.train.bigrams import write_bigrams
 from dflash.train.checkpoint import Position, load_checkpoint, save_checkpoint
 from dflash.train.config import OptimizerConfig, TrainConfig, load_config
 from dflash.train.drawing import Drawn, StepDrawer
@@ -89,6 +90,7 @@ def run_training(
 def fingerprint(config: TrainConfig) -> str:
     """Of everything in a recipe that may not change between restarts."""
     fixed = {k: v for k, v in json.loads(config.model_dump_json()).items() if k not in _FREE_TO_CHANGE}
+    del fixed["data"]["bigrams"]  # not learnt from
     if config.data.length_window == 1:  # younger than the oldest runs that may still be resumed
         del fixed["data"]["length_window"]
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:16]
@@ -331,6 +333,8 @@ class Trainer:
             | {"split": data_module.SPLIT, "split_seed": self.config.data.split_seed},
             "held_out": vars(report) if report else None,
         }
+        if self.config.data.bigrams:
+            write_bigrams(self.draft, data.train, self.config.data.split_seed)
         export_draft(self.run.network, self.draft, self.config, facts)
 
 

@@ -117,7 +117,7 @@ def load(
     )
     drafter = None if make_drafter is None else make_drafter(shared)
     info = _info(pair, shared, exactness)
-    return _engine(loaded, shared, drafter, info, pair.drafting, num_rows=pair.num_rows, report=report)
+    return _engine(loaded, shared, drafter, info, pair, report=report)
 
 
 def _make_drafter(pair: Opening, loaded: LoadedTarget, dtype: mx.Dtype | None, report: Progress) -> MakeDrafter | None:
@@ -136,15 +136,14 @@ def _engine(
     target: MLXTarget,
     drafter: SharedDrafter | None,
     info: EngineInfo,
-    drafting: Drafting,
+    pair: Opening,
     *,
-    num_rows: int,
     report: Progress,
 ) -> MLXEngine:
-    """The engine, with the measured costs of this pair. `num_rows`: of the draft's block."""
-    max_rows = _checked_rows(info.exactness, num_rows)
+    """The engine, with the measured costs of this pair."""
+    max_rows = _checked_rows(info.exactness, pair.num_rows)
     memory = None
-    if drafter is not None and not drafting.fixed:
+    if drafter is not None and not pair.drafting.fixed:
         report("measuring costs", None)
         device = device_of(info, target.kv_bits)
         memory = Memory(load_costs(target, drafter, info, device, max_rows=max_rows))
@@ -154,9 +153,10 @@ def _engine(
         tokenizer=loaded.tokenizer,
         eos_ids=end_of_sequence_ids(loaded),
         info=info,
-        drafting=drafting,
+        drafting=pair.drafting,
         memory=memory,
         max_rows=max_rows,
+        bigrams=pair.bigrams,
     )
 
 

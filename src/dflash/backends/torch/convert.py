@@ -19,10 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash.backends.torch.loading import open_target
+from dflash.core.bigrams import BIGRAMS_FILE
 from dflash.core.dialects.base import Dialect
 from dflash.core.dialects.speculators import DRAFT_TO_TARGET, TARGET_TO_DRAFT
 from dflash.core.draft_config import CONFIG_FILE, WEIGHTS_FILE, DraftConfig
 from dflash.core.draft_reader import DraftDescription, dialect_named, read_draft
+from dflash.core.safetensors_files import inside
 from dflash.errors import ConfigError, UnsupportedModel
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -87,6 +89,8 @@ def convert_draft(source: Path, out: Path, layout: str, *, target: str | None = 
     (partial / CONFIG_FILE).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     if config.draft_vocabulary_file is not None:
         (partial / config.draft_vocabulary_file).write_text(json.dumps(list(draft.vocabulary or ())), encoding="utf-8")
+    if (source / BIGRAMS_FILE).is_file():
+        shutil.copyfile(inside(source, BIGRAMS_FILE), partial / BIGRAMS_FILE)
     back = read_draft(partial)
     assert (back.config, back.vocabulary) == (config, draft.vocabulary), "what was written must read back"
     if out.exists():

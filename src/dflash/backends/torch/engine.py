@@ -122,7 +122,7 @@ def load(
     shared, exactness = _shared_target(loaded.model, pair.config, pair.num_rows, exact=exact, report=report)
     drafter = None if make_drafter is None else make_drafter(shared)
     info = _info(pair, shared, exactness)
-    return _engine(loaded, shared, drafter, info, pair.drafting, num_rows=pair.num_rows, report=report)
+    return _engine(loaded, shared, drafter, info, pair, report=report)
 
 
 def _make_drafter(pair: Opening, loaded: LoadedTarget, report: Progress) -> MakeDrafter | None:
@@ -159,15 +159,14 @@ def _engine(
     target: TorchTarget,
     drafter: SharedDrafter | None,
     info: EngineInfo,
-    drafting: Drafting,
+    pair: Opening,
     *,
-    num_rows: int,
     report: Progress,
 ) -> TorchEngine:
-    """The engine, with the measured costs of this pair. `num_rows`: of the draft's block."""
-    max_rows = _checked_rows(target, info.exactness, num_rows)
+    """The engine, with the measured costs of this pair."""
+    max_rows = _checked_rows(target, info.exactness, pair.num_rows)
     memory = None
-    if drafter is not None and not drafting.fixed:
+    if drafter is not None and not pair.drafting.fixed:
         report("measuring costs", None)
         memory = Memory(load_costs(target, drafter, info, device_of(info), max_rows=max_rows))
     return TorchEngine(
@@ -176,9 +175,10 @@ def _engine(
         tokenizer=loaded.tokenizer,
         eos_ids=end_of_sequence_ids(loaded),
         info=info,
-        drafting=drafting,
+        drafting=pair.drafting,
         memory=memory,
         max_rows=max_rows,
+        bigrams=pair.bigrams,
     )
 
 
