@@ -14,14 +14,9 @@ from safetensors.torch import load_file
 from dflash.backends.torch.draft_loading import load_draft
 from dflash.core.bigrams import read_bigrams
 from dflash.train.trainer import run_training
-from tests.train.toy import make_pair, metrics, recipe, run
+from tests.train.toy import metrics, recipe, run
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_pair(tmp_path_factory.mktemp("pair"))
 
 
 def provenance(out: Path) -> dict[str, Any]:

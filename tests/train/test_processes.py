@@ -18,7 +18,7 @@ from dflash.train.config import TrainConfig, load_config
 from dflash.train.processes import SingleProcess
 from dflash.train.setup import Run, open_run
 from dflash.train.trainer import Trainer, TrainSummary, run_training
-from tests.train.toy import make_pair, metrics, recipe
+from tests.train.toy import metrics, recipe
 
 T = TypeVar("T")
 NUM = 2
@@ -45,10 +45,9 @@ class Thread:
         self._barrier.wait(60)
 
 
-def test_two_processes_equal_one(tmp_path: Path) -> None:
+def test_two_processes_equal_one(pair: Path, tmp_path: Path) -> None:
     """Guards against a step that divides before summing, evaluates or writes in every process, or looks at its own
     sequences only: same losses, records once, same weights up to rounding."""
-    pair = make_pair(tmp_path)
     changes = {"log_every": 1, "optimizer": {"sequences_per_step": 3}}  # uneven shares
     alone = Trainer(config := load_config(recipe(pair, tmp_path / "one", **changes)), open_run(config))
     alone.train()
@@ -93,11 +92,10 @@ def runs_of_two(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[TrainSummar
 
 
 def test_one_rank_holds_the_folder_and_an_empty_share_is_a_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against ranks that lock one another out, write the same files, or fail on a log window without a sequence
     of theirs: with one sequence per step the second rank has nothing to do, in any step."""
-    pair = make_pair(tmp_path)
     changes: dict[str, Any] = {"optimizer": {"sequences_per_step": 1}, "log_every": 2}
     alone = run_training(recipe(pair, tmp_path / "one", **changes))
     main, other = runs_of_two(recipe(pair, tmp_path / "two", **changes), monkeypatch)
@@ -110,7 +108,7 @@ def test_one_rank_holds_the_folder_and_an_empty_share_is_a_share(
     assert weights[0] == weights[1]
 
 
-def test_time_is_up_for_all_ranks_at_once(tmp_path: Path) -> None:
+def test_time_is_up_for_all_ranks_at_once(pair: Path, tmp_path: Path) -> None:
     """Guards against a rank that stops by its own clock while the others wait for it in the next step."""
 
     class LateElsewhere(SingleProcess):
@@ -120,7 +118,6 @@ def test_time_is_up_for_all_ranks_at_once(tmp_path: Path) -> None:
             if [value.shape for value in values] == [(1,)]:
                 values[0].add_(1)
 
-    pair = make_pair(tmp_path)
     path = recipe(pair, tmp_path / "run", max_minutes=1000, evaluate_prompts=0)
     assert run_training(path, processes=LateElsewhere()).steps == 1
     assert (tmp_path / "run/draft/provenance.json").is_file()
@@ -132,7 +129,7 @@ GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_all_that_is_added_up_lies_on_the_device_of_the_run(tmp_path: Path, device: str) -> None:
+def test_all_that_is_added_up_lies_on_the_device_of_the_run(pair: Path, tmp_path: Path, device: str) -> None:
     """Guards against CPU tensors beside CUDA gradients: the collectives of GPUs take none."""
     found: list[set[str]] = []
 
@@ -140,6 +137,6 @@ def test_all_that_is_added_up_lies_on_the_device_of_the_run(tmp_path: Path, devi
         def total(self, values: Sequence[Tensor]) -> None:
             found.append({value.device.type for value in values})
 
-    run_training(recipe(make_pair(tmp_path), tmp_path / "run", device=device, max_minutes=1000), processes=Watching())
+    run_training(recipe(pair, tmp_path / "run", device=device, max_minutes=1000), processes=Watching())
     assert len(found) == 8 + 8 + 4, "gradients, clocks, log windows"
     assert all(devices == {device} for devices in found)

@@ -12,12 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash.errors import CheckpointError, ConfigError
 from dflash.train.data import SPLIT
-from tests.train.toy import make_pair, run
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_pair(tmp_path_factory.mktemp("pair"))
+from tests.train.toy import run
 
 
 def test_a_run_with_another_rule_of_splitting(pair: Path, tmp_path: Path) -> None:

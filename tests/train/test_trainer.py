@@ -35,14 +35,9 @@ from dflash.train.step import collate, training_sums
 from dflash.train.trainer import Trainer, learning_rate, run_training
 from dflash.types import SamplingParams
 from tests.backends.tiny_pair import HIDDEN
-from tests.train.toy import make_pair, metrics, recipe, run
+from tests.train.toy import metrics, recipe, run
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -279,12 +274,12 @@ def test_divergence_stops_before_the_checkpoint(pair: Path, tmp_path: Path) -> N
 def test_variants_learn(pair: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Guards against options that crash, produce NaN or an unusable draft; weights stay float32 in every one."""
     out = tmp_path / "run"
-    run(pair, out, steps=12, checkpoint_every=12, evaluate_every=12, **changes)
+    run(pair, out, steps=8, checkpoint_every=8, evaluate_every=8, **changes)
     losses = [r["loss"] for r in metrics(out, "train")]
     assert losses[-1] < losses[0]
     network = load_draft(out / "draft", CPU, torch.float32)
     assert (network.vocabulary is not None) == ("draft_vocabulary_size" in changes.get("network", {}))
-    masters = load_file(out / "checkpoints/step-00000012/model.safetensors")
+    masters = load_file(out / "checkpoints/step-00000008/model.safetensors")
     assert {value.dtype for value in masters.values()} == {torch.float32}
 
 

@@ -18,12 +18,7 @@ from dflash.train.setup import default_mask_id, default_taps, frozen_head, open_
 from dflash.train.vocabulary import most_frequent
 from tests.backends.tiny_pair import ASSISTANT, END, HIDDEN, MASK, USER, VOCAB, draft_config
 from tests.backends.tiny_targets import qwen3
-from tests.train.toy import make_pair, recipe
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_pair(tmp_path_factory.mktemp("pair"))
+from tests.train.toy import recipe
 
 
 def generator() -> torch.Generator:
