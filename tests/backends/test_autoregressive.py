@@ -28,7 +28,7 @@ from dflash.errors import PairError, UnsupportedModel
 from dflash.types import Proposal, SamplingParams
 from tests.backends.architectures import ARCHITECTURES, VOCAB_SIZE
 from tests.backends.committed_text import check_table, follow
-from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, OpenEngine
+from tests.backends.pairs import GREEDY, PROMPTS, SAMPLED, OpenEngine, PlainTexts
 from tests.backends.pairs import open_engine as open_torch_engine
 from tests.backends.tiny_pair import CONTEXT, save_target
 
@@ -56,6 +56,11 @@ def any_engine_of_two(open_engine: OpenEngine, target_folder: Path, other_folder
     return open_engine(target_folder, other_folder)
 
 
+@pytest.fixture(scope="module")
+def plain_texts(any_engine_of_two: AnyEngine) -> PlainTexts:
+    return PlainTexts(any_engine_of_two)
+
+
 def test_a_model_drafts_for_itself_and_everything_is_accepted(open_engine: OpenEngine, target_folder: Path) -> None:
     """Fault: the draft model's positions or context are off by one, or rejected rows stay in its state."""
     engine = open_engine(target_folder, target_folder)
@@ -71,7 +76,7 @@ def test_a_model_drafts_for_itself_and_everything_is_accepted(open_engine: OpenE
 
 
 @pytest.mark.parametrize("drafting", [Drafting(), Drafting(mode="fast", draws=False), Drafting(fixed=True)], ids=str)
-def test_any_model_drafts_losslessly(any_engine_of_two: AnyEngine, drafting: Drafting) -> None:
+def test_any_model_drafts_losslessly(any_engine_of_two: AnyEngine, plain_texts: PlainTexts, drafting: Drafting) -> None:
     """Fault: guesses that change the text, padding ids that crash, or a failure at the end of the draft's context."""
     engine = any_engine_of_two
     if drafting.mode == "fast" and not engine.target.session().supports_trees:
@@ -79,10 +84,9 @@ def test_any_model_drafts_losslessly(any_engine_of_two: AnyEngine, drafting: Dra
     engine.memory = Memory(CostTracker(FREE_ROWS))
     for prompt in PROMPTS[1:]:  # the last one and its answer leave the draft's context
         for params in (GREEDY, SAMPLED):
-            params = dataclasses.replace(params, max_new_tokens=30)
-            plain = engine.generate(prompt, params, use_draft=False)
+            params = dataclasses.replace(params, max_new_tokens=24)
             drafted = engine.generate(prompt, params, drafting=drafting)
-            assert drafted.token_ids == plain.token_ids
+            assert drafted.token_ids == plain_texts(prompt, params).token_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)

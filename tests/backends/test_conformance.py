@@ -231,9 +231,9 @@ def test_a_b_a(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 2, 5])
-def test_cancelled_request_leaves_no_trace(num_events: int, engine: Engine) -> None:
+def test_cancelled_request_leaves_no_trace(num_events: int, engine: Engine, plain_texts: PlainTexts) -> None:
     """Ctrl-C at any round, then reuse; what was shown is a prefix of the whole."""
-    whole = engine.generate(PROMPTS[0], GREEDY)
+    whole = plain_texts(PROMPTS[0], GREEDY)
     stream = engine.stream(PROMPTS[0], GREEDY)
     events = [next(stream) for _ in range(num_events)]
     stream.close()
