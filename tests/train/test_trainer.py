@@ -336,6 +336,7 @@ def test_the_export_can_be_used_and_repeated(whole: Path) -> None:
     folder = whole / "draft"
     assert {p.name for p in folder.iterdir()} == {
         "config.json",
+        "draft_bigrams.json",
         "model.safetensors",
         "recipe.yaml",
         "provenance.json",
