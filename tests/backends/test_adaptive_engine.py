@@ -8,12 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dflash import Drafting, SamplingParams
 from dflash.cli.report import stats_line, stats_record
 from dflash.core import calibration
-from dflash.core.calibration import MOST_KEPT, costs_path, load_costs, measure, write_costs
+from dflash.core.calibration import MOST_KEPT, Times, costs_path, load_costs, measure, write_costs
 from dflash.core.cost import DRAFT_WORD, CostCurve, CostTracker
 from dflash.core.drafting import CopyDrafter
 from dflash.core.engine import NO_TREES, Engine
@@ -137,7 +138,9 @@ def test_copies_need_no_model(open_engine: OpenEngine, target_folder: Path) -> N
 def test_measured_costs_are_kept_and_damage_is_measured_anew(trained: Engine, tmp_path: Path) -> None:
     """Fault: every load measures again, a half-written file stops loading, or another pair's costs are used."""
     assert trained.drafter is not None
-    verify, draft = measure(trained.target, trained.drafter, trained.device(), exact=True, max_rows=16, seconds=0)
+    verify, draft = measure(
+        trained.target, trained.drafter, trained.device(), exact=True, max_rows=16, seconds=0
+    ).curves()
     assert verify.rows == (1, 2, 4, 8, 16)
     assert draft is not None
     assert draft.at(1, 0) > 0
@@ -177,9 +180,9 @@ def test_a_quick_measurement_goes_on_until_its_time_is_up(trained: Engine, monke
     assert readings > 1.2 / 0.01
     asked: list[float] = []
 
-    def told(*_: object, seconds: float, **__: object) -> tuple[CostCurve, None]:
+    def told(*_: object, seconds: float, **__: object) -> Times:
         asked.append(seconds)
-        return FREE_ROWS, None
+        return Times({(64, 1): [1.0]}, {}, None, 64)
 
     assert trained.drafter is not None
     costs_path(trained.info, trained.device(), 7).unlink(missing_ok=True)
@@ -198,12 +201,32 @@ def test_slow_forwards_are_timed_once(trained: Engine) -> None:
         readings += 1
         return 4.0 * readings  # whatever is timed takes four seconds
 
-    verify, draft = measure(trained.target, None, trained.device(), exact=True, max_rows=16, seconds=9.0, clock=clock)
+    verify, draft = measure(
+        trained.target, None, trained.device(), exact=True, max_rows=16, seconds=9.0, clock=clock
+    ).curves()
     assert draft is None
     assert verify.rows == (1, 2, 4, 8, 16)
     assert verify.depths == (64,)
     assert verify.at(16, 64) == pytest.approx(4.0)
     assert readings == 2 + 2 * len(verify.rows)
+
+
+def test_times_of_several_measurements_are_one() -> None:
+    """Fault: times are lost or mixed up when they are added, or the least of all counts though there are many."""
+    parts = [
+        Times({(64, 1): [1.0 + n], (64, 8): [2.0 + n]}, {1: [1.5 + n], 8: [4.5 + n]}, [0.1 * (1 + n)], 64)
+        for n in range(7)
+    ]
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    verify, draft = total.curves()
+    assert (verify.rows, verify.depths) == ((1, 8), (64, 2048))
+    assert verify.seconds == pytest.approx(np.array([[4.0, 5.0], [4.5, 7.5]]))
+    assert draft is not None
+    assert draft.at(1, 64) == pytest.approx(0.4)
+    verify, draft = (Times({(64, 1): [3.0]}, {}, None, 64) + Times({(64, 1): [2.0]}, {}, [1.0], 64)).curves()
+    assert (verify.seconds, draft) == (((2.0,),), None)
 
 
 def test_measuring_leaves_no_trace(trained: Engine) -> None:

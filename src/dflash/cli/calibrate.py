@@ -19,8 +19,10 @@ from dflash.errors import ConfigError, MissingExtra
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dflash.core.calibration import Curves, Times
     from dflash.core.cost import CostCurve
     from dflash.core.engine import Engine
+    from dflash.types import Drafting, Round, Stats
 
 
 @with_options
@@ -40,29 +42,21 @@ def calibrate(
 ) -> None:
     """Measure verify and draft forwards by width and context depth, and keep the result for this machine.
 
-    Loading measures the same in about a second; run this alone on a quiet machine for a better one. Then a few prompts
-    are answered in three forms (plain, the draft's whole block every round, and by cost), and the tokens per second
-    that the curves predict for their rounds stand beside the measured ones.
+    Loading measures the same in about a second; run this alone on a quiet machine for a better one. Between the
+    measurements a few prompts are answered in three forms (plain, the draft's whole block every round, and by cost),
+    and the tokens per second that the times predict for their rounds stand beside the measured ones.
     """
     if model.fixed:
         raise ConfigError("--fixed decides nothing by cost, so there is nothing to calibrate: drop it.")
     engine = open_engine(model)
     if engine.drafter is None:
         raise ConfigError("plain decoding needs no calibration; name a draft with --draft.")
-    from dflash.core.calibration import costs_path, measure, write_costs
+    from dflash.core.calibration import costs_path, write_costs
 
     with working("measuring costs"):
-        verify, draft = measure(
-            engine.target,
-            engine.drafter,
-            engine.device(),
-            exact=engine.info.exact,
-            max_rows=engine.max_rows,
-            seconds=seconds,
-        )
+        times, compared = _measured(engine, seconds, limit)
+    verify, draft = times.curves()
     write_costs(costs_path(engine.info, engine.device(), engine.max_rows), verify, draft)
-    with working("comparing with rounds"):
-        compared = _compare(engine, verify, draft, limit)
     if plot is not None:
         _plot(plot, verify)
     if as_json:
@@ -77,36 +71,69 @@ def calibrate(
         _print(verify, draft, compared)
 
 
-def _compare(engine: Engine, verify: CostCurve, draft: CostCurve | None, limit: int) -> list[dict[str, Any]]:
-    """Predicted and measured tokens per second of the built-in prompts: plain decoding, the whole block every round,
-    and drafting as it was asked for."""
-    from dflash.core.cost import CostTracker, predicted_seconds
-    from dflash.core.memory import Memory
-    from dflash.types import Drafting, Round, SamplingParams
+def _measured(engine: Engine, seconds: float, limit: int) -> tuple[Times, list[dict[str, Any]]]:
+    """All times, and the tokens per second that they predict for answers beside the measured ones.
 
-    engine.memory = Memory(CostTracker(verify, draft))
+    Sweeps and answers take turns, so that a machine whose pace drifts does so for both: an answer's rounds are
+    predicted from the sweeps just before and just behind it.
+    """
+    from dflash.core.calibration import measure
+    from dflash.core.cost import CostTracker
+    from dflash.core.memory import Memory
+    from dflash.types import Drafting
+
     forms = {"plain": None, "fixed": Drafting(fixed=True), engine.drafting.mode: engine.drafting}
+    answers = [(prompt, form) for prompt in (questions(None, limit) if limit else []) for form in forms]
+
+    def swept() -> Times:
+        return measure(
+            engine.target,
+            engine.drafter,
+            engine.device(),
+            exact=engine.info.exact,
+            max_rows=engine.max_rows,
+            seconds=seconds / (1 + len(answers)),
+        )
+
+    last = times = swept()
+    engine.memory = Memory(CostTracker(*times.curves()))
     compared = []
-    for prompt in questions(None, limit) if limit else []:
-        for form, drafting in forms.items():
-            rounds: list[Round] = []
-            params = SamplingParams(max_new_tokens=128)
-            for event in engine.stream(prompt.opening(), params, use_draft=drafting is not None, drafting=drafting):
-                rounds.append(event.round)
-                stats = event.stats
-            if stats.num_rounds < 2:
-                continue
-            every_round = drafting is not None and drafting.fixed
-            predicted = predicted_seconds(rounds[1:], stats.num_prompt_tokens, verify, draft, always_drafts=every_round)
+    for prompt, form in answers:
+        rounds, stats = _answered(engine, prompt.opening(), forms[form])
+        before, last = last, swept()
+        times += last
+        if stats is not None:
+            predicted = _predicted(rounds, stats, (before + last).curves(), forms[form])
             compared.append(
                 {
                     "prompt": prompt.id,
                     "form": form,
-                    "predicted_tokens_per_second": sum(stats.acceptance_lengths) / predicted,
+                    "predicted_tokens_per_second": predicted,
                     "measured_tokens_per_second": stats.decode_tokens_per_second,
                 }
             )
-    return compared
+    return times, compared
+
+
+def _answered(engine: Engine, prompt: Any, drafting: Drafting | None) -> tuple[list[Round], Stats | None]:
+    """The rounds of an answer and its figures; None where it had no round behind the prefill."""
+    from dflash.types import SamplingParams
+
+    rounds, stats = [], None
+    params = SamplingParams(max_new_tokens=128)
+    for event in engine.stream(prompt, params, use_draft=drafting is not None, drafting=drafting):
+        rounds.append(event.round)
+        stats = event.stats
+    return rounds[1:], stats if len(rounds) > 1 else None
+
+
+def _predicted(rounds: list[Round], stats: Stats, curves: Curves, drafting: Drafting | None) -> float:
+    """Tokens per second by the curves."""
+    from dflash.core.cost import predicted_seconds
+
+    every_round = drafting is not None and drafting.fixed
+    seconds = predicted_seconds(rounds, stats.num_prompt_tokens, *curves, always_drafts=every_round)
+    return sum(stats.acceptance_lengths) / seconds
 
 
 def _print(verify: CostCurve, draft: CostCurve | None, compared: list[dict[str, Any]]) -> None:

@@ -19,10 +19,10 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash import __version__
 from dflash.cache import cache_root, prune, touch
@@ -71,7 +71,7 @@ def load_costs(
     path = costs_path(info, device, max_rows)
     curves = _read(path)
     if curves is None:
-        curves = measure(target, drafter, device, exact=info.exact, max_rows=max_rows, seconds=QUICK_SECONDS)
+        curves = measure(target, drafter, device, exact=info.exact, max_rows=max_rows, seconds=QUICK_SECONDS).curves()
         write_costs(path, *curves)
     return CostTracker(*curves)
 
@@ -81,6 +81,54 @@ def costs_path(info: EngineInfo, device: Device, max_rows: int) -> Path:
     return cache_root() / "costs" / f"{_identity(info, device, max_rows)}.json"
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds that forwards of a pair took. Times of several measurements may be added."""
+
+    verify: Mapping[tuple[int, int], Sequence[float]]
+    """Of (depth, rows), all at one depth."""
+    late: Mapping[int, Sequence[float]]
+    """Of the narrowest and the widest forward over `DEEP` keys; empty where none was timed."""
+    draft: Sequence[float] | None
+    """None without a draft."""
+    depth: int
+    """Of all but `late`."""
+
+    def __add__(self, other: Times) -> Times:
+        """Both measurements of one pair."""
+        return Times(
+            _joined(self.verify, other.verify),
+            _joined(self.late, other.late),
+            None if self.draft is None or other.draft is None else [*self.draft, *other.draft],
+            self.depth,
+        )
+
+    def curves(self) -> Curves:
+        """What forwards are expected to take."""
+        verify = dict(self.verify)
+        if self.late:
+            first, last = min(self.late), max(self.late)
+            # Attention's share grows linearly in rows, so that two widths tell the others.
+            extra = [
+                max(typical(self.late[width]) - typical(verify[self.depth, width]), 0.0) for width in (first, last)
+            ]
+            slope = (extra[1] - extra[0]) / max(last - first, 1)
+            for depth, width in list(verify):
+                seconds = typical(verify[depth, width]) + max(extra[0] + slope * (width - first), 0.0)
+                verify[DEEP, width] = [seconds]
+        draft = None if self.draft is None else CostCurve((1,), (self.depth,), ((typical(self.draft),),))
+        return CostCurve.fit(verify), draft
+
+
+_Cell = TypeVar("_Cell")
+
+
+def _joined(
+    one: Mapping[_Cell, Sequence[float]], other: Mapping[_Cell, Sequence[float]]
+) -> dict[_Cell, Sequence[float]]:
+    return {cell: [*one.get(cell, ()), *other.get(cell, ())] for cell in {**one, **other}}
+
+
 def measure(
     target: SharedTarget,
     drafter: SharedDrafter | None,
@@ -88,10 +136,10 @@ def measure(
     *,
     exact: bool,
     max_rows: int,
-    seconds: float,
+    seconds: float = QUICK_SECONDS,
     clock: Clock = time.perf_counter,
-) -> Curves:
-    """Time verify forwards and drafts of this pair; (curve of verification, curve of drafting if there is a draft).
+) -> Times:
+    """Time verify forwards and drafts of this pair.
 
     Args:
         exact: forwards of the bit-exact form.
@@ -113,11 +161,12 @@ def measure(
         prompt = [index * 37 % target.vocab_size for index in range(min(SHALLOW, target.max_length // 2))]
         verdict = session.prefill(prompt)
         rows = [width for width in ROWS if width <= min(max_rows, target.max_length - len(prompt))]
-        draft: CostCurve | None = None
+        draft: list[float] | None = None
         if drafter is not None and has_model:
             draft = _drafting(drafter.session(), session, prompt, verdict.features, timed, seconds=seconds, clock=clock)
         deep = exact and target.max_length > DEEP + rows[-1]
-        return _verification(session, rows, target.vocab_size, timed, deep=deep, seconds=seconds, clock=clock), draft
+        verify, late = _verification(session, rows, target.vocab_size, timed, deep=deep, seconds=seconds, clock=clock)
+        return Times(verify, late, draft, session.num_tokens)
     finally:
         session.close()
 
@@ -131,8 +180,9 @@ def _drafting(
     *,
     seconds: float,
     clock: Clock,
-) -> CostCurve:
-    """A draft forward, each behind a verify forward: that is how it runs, with its weights gone from the caches."""
+) -> list[float]:
+    """Times of a draft forward, each behind a verify forward: that is how it runs, with its weights gone from the
+    caches."""
     drafting.observe(prompt, features)
     work = _draft_round(drafting, prompt[0], features)
     times = [timed(work)]  # the first one packs and allocates
@@ -142,7 +192,7 @@ def _drafting(
     while len(times) < LEAST_SWEEPS or clock() - started < seconds / 4:
         session.verify(1, Proposal())
         times.append(timed(work))
-    return CostCurve((1,), (len(prompt),), ((typical(times),),))
+    return times
 
 
 def _draft_round(drafting: Drafter, token: int, features: Any) -> Callable[[], object]:
@@ -166,7 +216,8 @@ def _verification(
     deep: bool,
     seconds: float,
     clock: Clock,
-) -> CostCurve:
+) -> tuple[dict[tuple[int, int], list[float]], dict[int, list[float]]]:
+    """Times by (depth, rows), and those over `DEEP` keys by rows."""
     depth = session.num_tokens
 
     def forward(width: int) -> Callable[[], object]:
@@ -178,25 +229,20 @@ def _verification(
     # The first forwards pack weights and make buffers and masks.
     times: dict[tuple[int, int], list[float]] = {(depth, width): [timed(forward(width))] for width in rows}
     if clock() - started > SLOW_SECONDS:
-        return CostCurve.fit(times)
+        return times, {}
     times = {place: [] for place in times}
     started = clock()
     while sweeps < LEAST_SWEEPS or clock() - started < seconds:
         for width in rows:
             times[depth, width].append(timed(forward(width)))
         sweeps += 1
+    late: dict[int, list[float]] = {}
     if deep:
         session.return_at_least(DEEP)
-        ends = (rows[0], rows[-1])
-        for width in ends:
+        for width in (rows[0], rows[-1]):
             forward(width)()
-        late = {width: typical([timed(forward(width)) for _ in range(LEAST_SWEEPS)]) for width in ends}
-        # Attention's share grows linearly in rows, so that two widths tell the others.
-        extra = [max(late[width] - typical(times[depth, width]), 0.0) for width in ends]
-        slope = (extra[1] - extra[0]) / max(ends[1] - ends[0], 1)
-        for width in rows:
-            times[DEEP, width] = [typical(times[depth, width]) + max(extra[0] + slope * (width - ends[0]), 0.0)]
-    return CostCurve.fit(times)
+            late[width] = [timed(forward(width)) for _ in range(LEAST_SWEEPS)]
+    return times, late
 
 
 def _identity(info: EngineInfo, device: Device, max_rows: int) -> str:
