@@ -7,12 +7,15 @@ target has been fed; the *anchor* is the newest emitted token, known but not fed
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dflash import arguments
 from dflash.errors import ConfigError
+
+Clock = Callable[[], float]
+"""Seconds since some moment; replaced in tests."""
 
 FinishReason = Literal["stop", "length", "cancelled"]
 """Why a generation ended: a stop token or string, the token limit or context, or the consumer."""

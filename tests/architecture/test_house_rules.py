@@ -238,3 +238,30 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield from (alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             yield node.module.split(".")[0]
+
+
+def aliases() -> Iterator[tuple[str, str, str]]:
+    """(name, definition, file) of every type alias; files of two backends that mirror each other count as one."""
+    for path in SOURCES:
+        place = re.sub(r"^backends/[a-z]+/", "backends/*/", str(path.relative_to(PACKAGE)))
+        for node in tree_of(path).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp):
+                name = ast.unparse(node.targets[0])
+                if re.fullmatch(r"[A-Z][A-Za-z]*[a-z][A-Za-z]*", name):
+                    yield name, ast.unparse(node.value), place
+
+
+def test_a_type_has_one_name_and_one_place() -> None:
+    """Guards against the same alias written in several modules, where it drifts apart, and against a class of the same
+    name, which a reader takes for it."""
+    found = list(aliases())
+    assert len(found) > 20
+    for what in (0, 1):
+        places: dict[str, set[str]] = {}
+        for alias in found:
+            places.setdefault(alias[what], set()).add(alias[2])
+        assert not {one: where for one, where in places.items() if len(where) > 1}
+    classes = {node.name for path in SOURCES for node in tree_of(path).body if isinstance(node, ast.ClassDef)}
+    assert not classes & {name for name, _, _ in found}
+    clock = re.compile(re.escape("Callable[[], float]"))
+    assert [path.name for path in SOURCES if clock.search(path.read_text(encoding="utf-8"))] == ["types.py"]

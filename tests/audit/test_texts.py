@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from dflash.audit.forms import WHOLE_BLOCKS, Form
-from dflash.audit.oracle import FloatArray
 from dflash.audit.texts import audit_texts, first_difference
 from dflash.cli.audit import shares
 from dflash.core.engine import Engine
+from dflash.core.reference import FloatArray
 from dflash.types import Result, SamplingParams, Stats
 
 PROMPT = [0, 1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash.bench.crowd import Clock
+from dflash.bench.crowd import Waiting
 from dflash.bench.journal import Journal
 from dflash.bench.protocol import Cancelled, Request, RequestFailed, Rounds
 from dflash.bench.record import BatchPart, LoadPart
@@ -77,7 +77,7 @@ def test_at_most_so_many_at_once(tmp_path: Path) -> None:
 def test_fixed_rate_does_not_wait_for_answers(tmp_path: Path) -> None:
     """Guards against an open loop that is closed: a slow server must not slow down the arrivals."""
 
-    class Simulated(Clock):
+    class Simulated(Waiting):
         """Time passes only where the runner waits for the next arrival."""
 
         seconds = 0.0
@@ -224,7 +224,7 @@ def test_resuming_asks_failed_requests_again(tmp_path: Path) -> None:
 def test_ctrl_c_under_load_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None:
     """Guards against a Ctrl-C that takes as long as the slowest request."""
 
-    class PressingClock(Clock):
+    class PressingClock(Waiting):
         def sleep(self, seconds: float) -> None:
             raise KeyboardInterrupt
 

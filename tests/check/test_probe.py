@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from dflash.check.judgement import LEAST_PLACES, judge
-from dflash.check.measures import FloatArray
 from dflash.check.probe import CONFIGURED, EARLIER, LATER, OTHER_READING, Answer, Figures, Variant, probe
 from dflash.core.loop import speculative_rounds
 from dflash.core.protocols import Drafter
-from dflash.core.reference import ReferenceAcceptor
+from dflash.core.reference import FloatArray, ReferenceAcceptor
 from dflash.core.stopping import StopRule
 from dflash.types import Proposal, SamplingParams
 from tests.fakes import FakeDrafter, FakeTarget, guess_right, guess_sometimes, guess_wrong, random_logits

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from dflash.audit.oracle import BareModel, FloatArray
+from dflash.audit.oracle import BareModel
 from dflash.backends.mlx.target import MLXTarget
+from dflash.core.reference import FloatArray
 from dflash.errors import ConfigError
 
 

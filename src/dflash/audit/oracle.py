@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dflash.core.engine import Engine
+from dflash.core.reference import FloatArray
 from dflash.registry import ORACLES, load_attribute
-
-FloatArray = NDArray[np.float32]
 
 NOISE_FACTOR = 8.0
 """Noise is the largest difference seen in a few forwards; others may differ more, and two logits are compared."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dflash.audit.oracle import FloatArray
 from dflash.core.engine import Engine, TargetSession
+from dflash.core.reference import FloatArray
 
 
 class LayerRecorder:

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash.audit.forms import Form
-from dflash.audit.oracle import FloatArray, Oracle
+from dflash.audit.oracle import Oracle
 from dflash.core.engine import Engine
-from dflash.core.reference import distribution
+from dflash.core.reference import FloatArray, distribution
 from dflash.types import Proposal, SamplingParams, Verdict
 
 NUM_BINS = 11

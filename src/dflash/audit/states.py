@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflash.audit.oracle import FloatArray, Oracle
+from dflash.audit.oracle import Oracle
 from dflash.core.engine import TargetSession
+from dflash.core.reference import FloatArray
 from dflash.types import Proposal
 
 STEP = 3

@@ -12,12 +12,13 @@ from itertools import zip_longest
 from typing import Literal
 
 from dflash.audit.forms import Form, num_branch_rows
-from dflash.audit.oracle import FloatArray, Oracle
+from dflash.audit.oracle import Oracle
 from dflash.core.engine import Engine
+from dflash.core.reference import FloatArray
 from dflash.core.textshare import TextShare, text_share
 from dflash.types import Result, SamplingParams
 
-Verdict = Literal["near-tie", "fault"]
+Ruling = Literal["near-tie", "fault"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Difference:
     """Best logit minus the logit of the worse of the two tokens said."""
     tolerance: float
     """Distance that rounding may turn round on this machine, in this dtype."""
-    verdict: Verdict
+    verdict: Ruling
 
 
 @dataclass(frozen=True)

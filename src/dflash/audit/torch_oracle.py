@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from dflash.audit.oracle import BareModel, FloatArray
+from dflash.audit.oracle import BareModel
 from dflash.backends.torch.target import TorchTarget
+from dflash.core.reference import FloatArray
 
 
 class TorchOracle(BareModel):

@@ -20,7 +20,7 @@ LEAVE_SECONDS = 2.0
 _LOOK_SECONDS = 0.05
 
 
-class Clock:
+class Waiting:
     """Seconds and waiting; replaced in tests."""
 
     def now(self) -> float:
@@ -36,7 +36,7 @@ def ask_many(
     conversations: Sequence[Conversation],
     load: LoadPart,
     converse: Callable[[Conversation], None],
-    clock: Clock,
+    clock: Waiting,
     stop: threading.Event,
 ) -> None:
     """Call `converse` once for every conversation, in threads, as `load` says; return when all have returned.
@@ -83,7 +83,7 @@ class _Crowd:
         for _ in range(min(concurrency, len(self._conversations))):
             self._start(work)
 
-    def arrivals(self, spacing: float, clock: Clock) -> None:
+    def arrivals(self, spacing: float, clock: Waiting) -> None:
         started = clock.now()
         for index, conversation in enumerate(self._conversations):
             while (wait := started + index * spacing - clock.now()) > 0 and not self._stop.is_set():

@@ -46,7 +46,7 @@ class Costs:
         return Memory(CostTracker(self.verify, CostCurve((1,), (0,), ((self.draft,),))))
 
 
-class Clock:
+class SimulatedTime:
     """Seconds that only forwards add to."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Clock:
 class TracedDraft:
     """A draft that says what was recorded; a forward takes `seconds`."""
 
-    def __init__(self, trace: Trace, clock: Clock, seconds: float) -> None:
+    def __init__(self, trace: Trace, clock: SimulatedTime, seconds: float) -> None:
         self._trace, self._clock, self._seconds = trace, clock, seconds
         self._num_seen = 0
         self.asked: list[int] = []
@@ -100,7 +100,7 @@ class _TracedTarget:
 
     supports_trees = True
 
-    def __init__(self, trace: Trace, clock: Clock, verify: CostCurve) -> None:
+    def __init__(self, trace: Trace, clock: SimulatedTime, verify: CostCurve) -> None:
         self._clock, self._verify, self._depth = clock, verify, len(trace.prompt_ids)
         self.max_length = self._depth + len(trace.answer_ids) + _ROOM
 
@@ -198,7 +198,7 @@ def replay(
         bigrams: counted beside the draft.
         max_rows: most rows of a verify forward.
     """
-    clock = Clock()
+    clock = SimulatedTime()
     draft = TracedDraft(trace, clock, costs.draft)
     drafter = make_session(
         _Shared(draft),

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dflash.bench.crowd import Clock, ask_many
+from dflash.bench.crowd import Waiting, ask_many
 from dflash.bench.journal import Journal
 from dflash.bench.protocol import (
     GONE,
@@ -77,12 +77,12 @@ class Runner:
         journal: Journal,
         *,
         forms: Sequence[Form] | None = None,
-        clock: Clock | None = None,
+        clock: Waiting | None = None,
     ) -> None:
         self._backend = backend
         self._workload = workload
         self._journal = journal
-        self._clock = clock or Clock()
+        self._clock = clock or Waiting()
         chosen = chosen_forms(backend.forms, ()) if forms is None else forms
         self._forms: dict[str, Form] = {form.name: form for form in chosen}
         self._health = _Health()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float32]
+from dflash.core.reference import FloatArray
 
 DEVIATIONS = 3.0
 """Standard errors by which a variant must be better before it is believed (one of 700 by luck alone)."""

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflash.check.measures import FloatArray
 from dflash.check.probe import CONFIGURED, EARLIER, LATER, OTHER_READING, Answer, Variant
 from dflash.core.draft_config import DraftConfig
 from dflash.core.eagle3_config import Eagle3Config
 from dflash.core.engine import Engine, TargetSession
 from dflash.core.protocols import Drafter
+from dflash.core.reference import FloatArray
 from dflash.errors import ConfigError
 from dflash.types import Drafting, SamplingParams
 

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash.check.measures import (
-    FloatArray,
     Paired,
     TemperatureFit,
     agreeing_prefix,
@@ -26,6 +25,7 @@ from dflash.check.measures import (
 )
 from dflash.core.parking import LEAST_SHARE
 from dflash.core.protocols import Drafter, Target
+from dflash.core.reference import FloatArray
 from dflash.types import Proposal, Round
 
 CONFIGURED = "configured"

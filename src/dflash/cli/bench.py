@@ -17,7 +17,7 @@ import typer
 from dflash.cli.bench_options import MeasuringOptions, QuestionOptions, RecordOptions, ServerOptions
 from dflash.cli.errors import say
 from dflash.cli.options import DEFAULT_TARGET, ModelOptions, with_options
-from dflash.cli.progress import Tick, counting, working
+from dflash.cli.progress import counting, working
 from dflash.errors import ConfigError
 from dflash.registry import BENCH_BACKENDS, load_attribute
 from dflash.resolve import AUTO
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dflash.bench.protocol import Backend, BackendOptions
     from dflash.bench.record import RunRecord
     from dflash.bench.run import Finished
+    from dflash.bench.runner import Tick
     from dflash.bench.workload import Workload
 
 EXIT_INCOMPLETE = 3

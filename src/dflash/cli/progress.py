@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 from dflash.cli.errors import say
 from dflash.resolve import Progress
+from dflash.types import Clock
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Clock = Callable[[], float]
-Tick = Callable[[str, int], None]
-"""Told what is being done, and how many of the things that are counted are finished since the last call."""
+    from dflash.bench.runner import Tick
 
 LEAST_SECONDS = 10.0
 """Before the first line and between two."""

@@ -41,7 +41,7 @@ from dflash.core.protocols import Drafter
 from dflash.core.sampled import NUM_DRAWN, Drawing, DrawnPlan
 from dflash.core.survival import Survival
 from dflash.core.tree import grow_chain, grow_tree
-from dflash.types import Acceptance, CandidateTable, Proposal
+from dflash.types import Acceptance, CandidateTable, Clock, Proposal
 
 WATCHED = 150
 """Drafts that the alarm for broken drafts looks back on: more than where drafting is fixed, since a weak draft is asked
@@ -99,7 +99,7 @@ class AdaptiveDrafter:
         trees: Literal["never", "auto", "always"] = "never",
         temperature: float = 0.0,
         generator: np.random.Generator | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock = time.perf_counter,
         steady: bool = False,
     ) -> None:
         """

@@ -32,7 +32,7 @@ from dflash.core.drafting import CopyDrafter, SharedDrafter
 from dflash.core.engine import SharedTarget, TargetSession
 from dflash.core.engine_info import EngineInfo
 from dflash.core.protocols import Drafter
-from dflash.types import Proposal
+from dflash.types import Clock, Proposal
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 SHALLOW, DEEP = 64, 2048
@@ -49,7 +49,6 @@ KERNELS = 2
 MOST_KEPT, DAYS_KEPT = 64, 90
 """Measurements that the cache keeps: of the pairs used last, and not longer unused than so many days."""
 
-Clock = Callable[[], float]
 Curves = tuple[CostCurve, CostCurve | None]
 """Of verification; of drafting, if there is a draft."""
 

@@ -21,7 +21,7 @@ from dflash.core.pair import check_width
 from dflash.core.parking import ParkingDrafter
 from dflash.core.protocols import Drafter
 from dflash.errors import ConfigError
-from dflash.types import Drafting, SamplingParams
+from dflash.types import Clock, Drafting, SamplingParams
 
 _GREEDY = SamplingParams()
 
@@ -71,7 +71,7 @@ def make_session(
     supports_trees: bool,
     bigrams: Bigrams | None = None,
     params: SamplingParams = _GREEDY,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> AdaptiveDrafter | ParkingDrafter:
     """The drafter of one request.
 

@@ -24,7 +24,7 @@ from dflash.core.adaptive import AdaptiveDrafter
 from dflash.core.bigrams import Bigrams
 from dflash.core.drafting import CopyDrafter, SharedDrafter, make_session
 from dflash.core.engine_info import EngineInfo
-from dflash.core.loop import Clock, speculative_rounds
+from dflash.core.loop import speculative_rounds
 from dflash.core.memory import Memory
 from dflash.core.parking import ParkingDrafter
 from dflash.core.protocols import Acceptor, Target
@@ -32,7 +32,7 @@ from dflash.core.requests import Prompt, check_request, encodable, messages_of, 
 from dflash.core.stopping import StopRule
 from dflash.core.text import IncrementalText
 from dflash.errors import ConfigError, PromptError
-from dflash.types import Drafting, Result, Round, SamplingParams, Stats
+from dflash.types import Clock, Drafting, Result, Round, SamplingParams, Stats
 
 if TYPE_CHECKING:
     from dflash.core.calibration import Device

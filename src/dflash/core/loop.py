@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from dflash.core.protocols import Acceptor, Drafter, Target
 from dflash.core.stopping import StopRule
 from dflash.errors import ConfigError, PromptError
-from dflash.types import Acceptance, FinishReason, Proposal, Round, Verdict
-
-Clock = Callable[[], float]
+from dflash.types import Acceptance, Clock, FinishReason, Proposal, Round, Verdict
 
 
 def speculative_rounds(

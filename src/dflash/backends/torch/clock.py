@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-Clock = Callable[[], float]
+from dflash.types import Clock
 
 
 def synchronised_clock(

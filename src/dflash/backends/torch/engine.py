@@ -45,13 +45,12 @@ from dflash.core.engine import Engine
 from dflash.core.engine_info import EngineInfo
 from dflash.core.exactness import PROBED_WIDTH, WIDEST_ON_DEVICES, WidthClass
 from dflash.core.language_model import check_same_tokens
-from dflash.core.loop import Clock
 from dflash.core.memory import Memory
 from dflash.core.opening import Opening, check_options, open_pair
 from dflash.core.pair_checks import TargetTokens, raw_config, token_findings, warn
 from dflash.registry import DRAFTERS, load_attribute
 from dflash.resolve import AUTO, Progress, Source, log_steps
-from dflash.types import Drafting, SamplingParams
+from dflash.types import Clock, Drafting, SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,12 @@ timed with the model that will decode. Knows nothing of drafts; exact decoding d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
 from dflash.backends.torch.packing import kernel_choice
 from dflash.backends.torch.target import TorchTarget
-from dflash.types import Proposal
+from dflash.types import Clock, Proposal
 
 CONTEXT_TOKENS = 16
 LEAST_PAIRS, MOST_PAIRS = 2, 8
@@ -23,7 +22,7 @@ SECONDS = 1.0
 """No further pair is begun after so long: large models take fewer."""
 
 
-def packed_steps_are_faster(model: PreTrainedModel, *, clock: Callable[[], float] = time.perf_counter) -> bool:
+def packed_steps_are_faster(model: PreTrainedModel, *, clock: Clock = time.perf_counter) -> bool:
     """Whether a plain step of `model` is faster on its packed weights; False if nothing is packed.
 
     Steps of both kinds alternate, so that a machine that slows down favours neither, and the fastest of each count:

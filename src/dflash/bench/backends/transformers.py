@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -48,6 +48,7 @@ from dflash.core.draft_config import DraftConfig
 from dflash.core.draft_reader import DraftDescription, read_draft
 from dflash.errors import ConfigError, MissingExtra
 from dflash.resolve import AUTO, Progress, Source, resolve_draft, resolve_target
+from dflash.types import Clock
 
 PLAIN = Form(name="plain", kind="plain", description="Transformers' generate")
 NATIVE = Form(name="native", kind="speculative", description="Transformers' own DFlash", reference=PLAIN.name)
@@ -253,7 +254,7 @@ def rounds_of(arrived: Sequence[Sequence[int]], block_size: int) -> Rounds:
 class _Arrivals(BaseStreamer):
     """Takes down each round's tokens and when they came; the first thing that `generate` hands over is the prompt."""
 
-    def __init__(self, num_prompt_tokens: int, cancelled: threading.Event, clock: Callable[[], float]) -> None:
+    def __init__(self, num_prompt_tokens: int, cancelled: threading.Event, clock: Clock) -> None:
         self.tokens: list[list[int]] = []
         self.seconds: list[float] = []
         self._num_prompt_tokens, self._cancelled, self._clock = num_prompt_tokens, cancelled, clock
