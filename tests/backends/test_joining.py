@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dflash.backends.torch import joining
+from dflash.backends.torch import joining, packing
 from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.joining import JoinedLinear, Joint, join_and_pack
-from dflash.backends.torch.packing import PackedLinear, can_pack, packed_copy
+from dflash.backends.torch.packing import PackedLinear, PackedWeight, can_pack
 from dflash.backends.torch.target import TorchTarget
 from dflash.types import Proposal
 from tests.backends.architectures import ARCHITECTURES
@@ -145,7 +145,27 @@ def test_layers_that_others_changed_stay(how: str) -> None:
 
 def test_no_room_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: joint copies are made beyond what packing may take."""
-    monkeypatch.setattr(joining, "packed_copy", lambda _: pytest.fail("made a copy"))
+    monkeypatch.setattr(packing, "PackedWeight", lambda *_: pytest.fail("made a copy"))
+    monkeypatch.setattr(joining, "PackedWeight", lambda *_: pytest.fail("made a copy"))
     model = llama()
     assert join_and_pack(model, available=1) == 0
-    assert packed_copy(torch.zeros(4, 4)) is not None
+    assert PackedWeight(torch.zeros(4, 4)) is not None
+
+
+def test_room_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: the layers that stay alone are looked for and weighed a second time, when the joint copies have taken of
+    the memory that both questions are about, and a model is left half packed."""
+    amounts = iter([2**40])
+    monkeypatch.setattr(packing, "available_bytes", lambda: next(amounts))
+    looked: list[nn.Module] = []
+
+    def is_bare(module: nn.Module) -> bool:
+        looked.append(module)
+        return type(module) is nn.Linear
+
+    monkeypatch.setattr(packing, "is_bare", is_bare)
+    model = llama()
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    assert join_and_pack(model) == len(linears)
+    assert sum(isinstance(module, PackedLinear) for module in model.modules()) == len(linears)
+    assert sum(type(module) is nn.Linear for module in looked) == len(linears)

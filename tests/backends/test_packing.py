@@ -10,11 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from dflash.backends.torch import packing
 from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.memory import available_bytes
 from dflash.backends.torch.packing import (
+    MOST_BYTES,
     MOST_ROWS,
     MOST_SHARE,
+    MOST_UNSEEN_BYTES,
     KernelChoice,
     PackedLinear,
     can_pack,
@@ -122,6 +125,20 @@ def test_models_that_would_fill_the_memory_are_left_alone() -> None:
     assert pack_linears(short, available=int(needed / MOST_SHARE) - 8) == 0
     assert kernel_choice(short) is None
     assert pack_linears(enough, available=int(needed / MOST_SHARE) + 8) > 0
+
+
+def test_little_is_packed_where_the_memory_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: without /proc both target and draft pack up to the limit of a machine that has the memory for it, since
+    nothing tells the second of them what the first has taken."""
+    asked = []
+    monkeypatch.setattr(packing, "available_bytes", lambda: asked.append(True))
+    assert 2 * MOST_UNSEEN_BYTES < MOST_BYTES
+    needed = sum(child.weight.nbytes for child in llama().modules() if isinstance(child, nn.Linear))
+    for limit, packs in ((needed - 1, False), (needed, True)):
+        monkeypatch.setattr(packing, "MOST_UNSEEN_BYTES", limit)
+        model = llama()
+        assert (pack_linears(model) > 0) == packs == (kernel_choice(model) is not None)
+    assert len(asked) == 2
 
 
 def test_available_memory(tmp_path: Path) -> None:

@@ -224,9 +224,9 @@ def use_grouped_attention(model: PreTrainedModel) -> AttentionForm:
             f"attention {current!r} cannot take the mask that verification needs: "
             'load the model with attn_implementation="sdpa".'
         )
-    if current == "sdpa":
-        AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
-        AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
+    AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
+    AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
+    if current == "sdpa":  # else a model that another process has stored, to whose registry the name was new
         model.set_attn_implementation(GROUPED_ATTENTION)
     if model.device.type != "cpu":
         return AttentionForm()

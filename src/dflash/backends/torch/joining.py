@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,11 @@ from transformers import PreTrainedModel
 from dflash.backends.torch.packing import (
     KernelChoice,
     PackedLinear,
+    PackedWeight,
     has_room,
-    is_bare,
-    is_packable,
     kernel_choice,
-    linear_packed,
-    pack_linears,
-    packed_copy,
+    pack_places,
+    packable_places,
 )
 
 logger = logging.getLogger(__name__)
@@ -45,23 +44,33 @@ Siblings = tuple[nn.Module, list[tuple[str, nn.Linear]]]
 """A module and those of its children, by name, that read one tensor."""
 
 
+class _Shares(threading.local):
+    """What a thread's running forward has computed and not given out: two threads may decode on one model."""
+
+    held: tuple[Tensor, dict[int, Tensor]] | None = None
+    """The input, and rows by part."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Shares, ()
+
+
 class Joint:
     """The packed weights of several layers over one input."""
 
     def __init__(self, parts: Sequence[nn.Linear]) -> None:
         """`parts`: of one input width; all with a bias or none."""
         self._sizes = [part.out_features for part in parts]
-        self._packed = packed_copy(torch.cat([part.weight.detach() for part in parts]))
+        self._packed = PackedWeight(*(part.weight for part in parts))
         has_bias = parts[0].bias is not None
         self._bias = torch.cat([part.bias.detach() for part in parts]) if has_bias else None
-        self._local = threading.local()  # two threads may decode on one model
+        self._local = _Shares()
 
     def share(self, inputs: Tensor, number: int) -> Tensor:
         """[..., out] of part `number`. All are computed for the first that asks; each share is given out once, so that
         the next forward computes anew even if it feeds the same tensor."""
-        held: tuple[Tensor, dict[int, Tensor]] | None = getattr(self._local, "held", None)
+        held = self._local.held
         if held is None or held[0] is not inputs or number not in held[1]:
-            rows = linear_packed(inputs, self._packed, self._bias)
+            rows = self._packed(inputs, self._bias)
             held = inputs, dict(enumerate(rows.split(self._sizes, dim=-1)))
         share = held[1].pop(number)
         self._local.held = held if held[1] else None
@@ -91,7 +100,8 @@ def join_and_pack(model: PreTrainedModel, *, available: int | None = None) -> in
     Returns:
         Number of layers that run packed, joined or alone.
     """
-    linears = [module for module in model.modules() if is_bare(module) and is_packable(module.weight)]
+    places = packable_places(model)
+    linears = list(dict.fromkeys(place.linear for place in places))
     if not linears or not has_room([linear.weight for linear in linears], available=available):
         return 0
     choice = kernel_choice(model) or KernelChoice()
@@ -111,9 +121,9 @@ def join_and_pack(model: PreTrainedModel, *, available: int | None = None) -> in
         for parent, children in groups:  # the very layers that were there
             for name, child in children:
                 parent.register_module(name, child)
-        groups = []
-    num_joined = sum(len(children) for _, children in groups)
-    return num_joined + pack_linears(model, choice=choice, available=available)
+    # Places whose layer is still there; the others are joined.
+    pack_places([place for place in places if getattr(place.parent, place.name) is place.linear], choice)
+    return len(places)
 
 
 def _alike(found: Tensor, expected: Tensor) -> bool:

@@ -11,10 +11,11 @@ in memory; `pack_linears` therefore leaves models alone whose second copy would 
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ MOST_BYTES = 4 * 2**30
 """Larger models are left alone: their packed copies would double a large memory."""
 MOST_SHARE = 0.25
 """Share of the memory available at load that packed copies may take; the rest is for keys, values and neighbours."""
+MOST_UNSEEN_BYTES = 2**30
+"""Packed copies where the system does not say what is available (no Linux). Target and draft are asked for one by one,
+and there the second question does not see the first one's copies: both together stay modest."""
 
 
 class KernelChoice(threading.local):
@@ -42,7 +46,31 @@ class KernelChoice(threading.local):
 
     def __init__(self, *, packs_single: bool = False) -> None:
         """What holds in a thread that has not chosen."""
-        self.packs_single = packs_single
+        self._unless_chosen = self.packs_single = packs_single
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is one in which no thread has chosen yet."""
+        return functools.partial(KernelChoice, packs_single=self._unless_chosen), ()
+
+
+class PackedWeight:
+    """Weights over one input, joined in oneDNN's layout. That layout can neither be copied nor stored, so a copy packs
+    its own weights again, which gives the same bits."""
+
+    def __init__(self, *weights: Tensor) -> None:
+        """`weights`: [out, in] each."""
+        self._weights = weights
+        plain = [weight.detach() for weight in weights]
+        joint = plain[0] if len(plain) == 1 else torch.cat(plain)
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(joint, ROWS_HINT)
+
+    def __call__(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., in] -> [..., sum of out]."""
+        output: Tensor = torch.ops.mkldnn._linear_pointwise.default(inputs, self._packed, bias, "none", [], "")
+        return output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedWeight, self._weights
 
 
 class PackedLinear(nn.Linear):
@@ -62,24 +90,20 @@ class PackedLinear(nn.Linear):
             return nn.functional.linear(inputs, self.weight, self.bias)
         return self._run_packed(inputs)
 
-    def _pack(self) -> Tensor | None:
-        return packed_copy(self.weight.detach())
+    def _pack(self) -> PackedWeight | None:
+        return PackedWeight(self.weight)
 
     def _run_packed(self, inputs: Tensor) -> Tensor:
         assert self._packed is not None
-        return linear_packed(inputs, self._packed, self.bias)
+        return self._packed(inputs, self.bias)
 
 
-def packed_copy(weight: Tensor) -> Tensor:
-    """A weight [out, in] in oneDNN's layout."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
-    return packed
+class Place(NamedTuple):
+    """Where a model keeps a linear layer."""
 
-
-def linear_packed(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., in] -> [..., out] on what `packed_copy` gave."""
-    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(inputs, packed, bias, "none", [], "")
-    return output
+    parent: nn.Module
+    name: str
+    linear: nn.Linear
 
 
 def can_pack() -> bool:
@@ -105,18 +129,27 @@ def pack_linears(model: nn.Module, *, choice: KernelChoice | None = None, availa
     Returns:
         Number of layers replaced.
     """
-    found = [
-        (parent, name, child)
+    found = packable_places(model)
+    if not has_room([place.linear.weight for place in found], available=available):
+        return 0
+    pack_places(found, choice or kernel_choice(model) or KernelChoice())
+    return len(found)
+
+
+def packable_places(model: nn.Module) -> list[Place]:
+    """The linear layers of `model` that packing can pay for."""
+    return [
+        Place(parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if is_bare(child) and is_packable(child.weight)
     ]
-    if not has_room([child.weight for _, _, child in found], available=available):
-        return 0
-    choice = choice or kernel_choice(model) or KernelChoice()
-    for parent, name, child in found:
-        parent.register_module(name, PackedLinear(child, choice))
-    return len(found)
+
+
+def pack_places(places: Sequence[Place], choice: KernelChoice) -> None:
+    """Put packed layers where these linear ones are."""
+    for parent, name, linear in places:
+        parent.register_module(name, PackedLinear(linear, choice))
 
 
 def is_bare(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -137,7 +170,7 @@ def has_room(weights: Sequence[Tensor], *, available: int | None = None) -> bool
     """Whether second copies of these weights fit into what packing may take. `available`: bytes; None = ask."""
     needed = sum(weight.nbytes for weight in weights if is_packable(weight))
     available = available_bytes() if available is None else available
-    if needed <= min(MOST_BYTES, MOST_BYTES if available is None else MOST_SHARE * available):
+    if needed <= (MOST_UNSEEN_BYTES if available is None else min(MOST_BYTES, MOST_SHARE * available)):
         return True
     logger.info("weights are not packed: their second copy would take %.1f GiB", needed / 2**30)
     return False
