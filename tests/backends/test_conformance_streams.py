@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dflash import SamplingParams
 from dflash.core.engine import Engine, StreamEvent
+from dflash.errors import ConfigError
 from dflash.types import Result
 from tests.backends.pairs import GREEDY, PROMPTS, OpenEngine
 from tests.backends.tiny_pair import END
@@ -65,3 +67,24 @@ def test_stops(engine: Engine) -> None:
         )
         assert result.text == free.text[: free.text.index(text)]
         assert result.stats.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("abc", r"must be a list: \['abc'\]"),
+        (5, "must be a list of token ids, not 5"),
+        (None, "must be a list of token ids, not None"),
+        ([1.5], "whole numbers, not 1.5"),
+        (["a"], "whole numbers, not 'a'"),
+        ([[1, 2]], "whole numbers"),
+        ([True], "whole numbers, not True"),
+        ([-1], "holds -1"),
+        ([2**70], "vocabulary has ids 0 to"),
+    ],
+)
+def test_what_is_no_list_of_ids_is_not_decoded(engine: Engine, wrong: object, said: str) -> None:
+    """Fault: the tokenizer's own error, which names neither the argument nor what it should be."""
+    with pytest.raises(ConfigError, match=said):
+        engine.decode(wrong)  # type: ignore[arg-type]
+    assert engine.decode(np.array([104, 105])) == engine.decode((104, 105)) != ""  # type: ignore[arg-type]

@@ -52,6 +52,10 @@ class DraftingModel(Generic[Model]):
         self.num_ids = min(model.vocab_size, target.vocab_size)
         """Ids that both models have; the others are padding."""
 
+    def close(self) -> None:
+        """Leave the draft model as it was found; sessions made before must not be used any more."""
+        self.model.close()
+
 
 class ChainStart(NamedTuple):
     """What the next chain is made from."""

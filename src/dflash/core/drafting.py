@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from dflash.core.adaptive import AdaptiveDrafter
 from dflash.core.bigrams import Bigrams
@@ -31,6 +31,15 @@ class SharedDrafter(Protocol):
 
     def session(self) -> Drafter:
         """A fresh session."""
+        ...
+
+
+@runtime_checkable
+class ClosableDrafter(SharedDrafter, Protocol):
+    """One that has put something on a model of its own."""
+
+    def close(self) -> None:
+        """Leave the model as it was found; sessions made before must not be used any more."""
         ...
 
 

@@ -12,7 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -20,9 +20,10 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from dflash import arguments
 from dflash.core.adaptive import AdaptiveDrafter
 from dflash.core.bigrams import Bigrams
-from dflash.core.drafting import CopyDrafter, SharedDrafter, make_session
+from dflash.core.drafting import ClosableDrafter, CopyDrafter, SharedDrafter, make_session
 from dflash.core.engine_info import EngineInfo
 from dflash.core.loop import speculative_rounds
 from dflash.core.memory import Memory
@@ -209,10 +210,10 @@ class Engine(ABC):
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
-        text: str | list[str] = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        """Text of token ids, special tokens left out. Raises ConfigError for what are no ids of this target."""
+        arguments.check_token_ids("token_ids", token_ids, self.target.vocab_size)
+        ids = [int(token) for token in token_ids]
+        text: str | list[str] = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
@@ -269,51 +270,55 @@ class Engine(ABC):
             PromptError: empty, too long or with ids outside the vocabulary.
             ConfigError: exact=True on an engine that was loaded with exact=False, or unusable arguments.
         """
+        vocab_size = self.target.vocab_size
         check_request(
-            params,
-            drafting=drafting,
-            use_draft=use_draft,
-            exact=exact,
-            raw=raw,
-            profile=profile,
-            vocab_size=self.target.vocab_size,
+            params, drafting, use_draft=use_draft, exact=exact, raw=raw, profile=profile, vocab_size=vocab_size
         )
         ids = self._prompt_ids(prompt, prompt_ids, raw)
         shared = self.drafter if use_draft else None
-        has_model = shared is not None and not isinstance(shared, CopyDrafter)
-        session = self.target.session(exact=self._exact(exact), features=has_model)
         chosen = drafting or self.drafting
-        drafter = None
-        notes = []
-        if shared is not None:
-            trees = session.supports_trees
-            if chosen.mode == "fast" and not chosen.fixed and not trees:
-                notes.append(NO_TREES)
-            drafter = make_session(
-                shared,
-                chosen,
-                self.memory,
-                max_rows=self.max_rows,
-                supports_trees=trees,
-                bigrams=self.bigrams,
-                params=params,
+        with ExitStack() as opened:
+            has_model = shared is not None and not isinstance(shared, CopyDrafter)
+            session = self.target.session(exact=self._exact(exact), features=has_model)
+            opened.callback(session.close)
+            drafter = self._drafter(shared, session, chosen, params)
+            rounds = speculative_rounds(
+                session,
+                drafter,
+                self.acceptor(params, ids),
+                StopRule.for_request(params, self.eos_ids, self.decode),
+                ids,
+                max_new_tokens=params.max_new_tokens,
+                width=chosen.width,
+                clock=self.profiling_clock() if profile else time.perf_counter,
             )
-        rounds = speculative_rounds(
-            session,
-            drafter,
-            self.acceptor(params, ids),
-            StopRule.for_request(params, self.eos_ids, self.decode),
-            ids,
-            max_new_tokens=params.max_new_tokens,
-            width=chosen.width,
-            clock=self.profiling_clock() if profile else time.perf_counter,
-        )
-        stats = Stats(num_prompt_tokens=len(ids), notes=notes)
-        return self._events(rounds, session.close, IncrementalText(self.decode, params.stop), stats, drafter)
+            stats = Stats(num_prompt_tokens=len(ids))
+            if drafter is not None and chosen.mode == "fast" and not (chosen.fixed or session.supports_trees):
+                stats.notes.append(NO_TREES)
+            text = IncrementalText(self.decode, params.stop)
+            return self._events(rounds, opened.pop_all().close, text, stats, drafter)
 
     def close(self) -> None:
-        """Take what the engine put on the target model off again; the engine cannot be used any more."""
-        self.target.close()
+        """Take what the engine put on its models off again; the engine cannot be used any more."""
+        with closing(self.target):
+            if isinstance(self.drafter, ClosableDrafter):
+                self.drafter.close()
+
+    def _drafter(
+        self, shared: SharedDrafter | None, session: TargetSession, drafting: Drafting, params: SamplingParams
+    ) -> AdaptiveDrafter | ParkingDrafter | None:
+        """The drafter of one request; None without a draft."""
+        if shared is None:
+            return None
+        return make_session(
+            shared,
+            drafting,
+            self.memory,
+            max_rows=self.max_rows,
+            supports_trees=session.supports_trees,
+            bigrams=self.bigrams,
+            params=params,
+        )
 
     def _events(
         self,

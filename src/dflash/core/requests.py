@@ -19,8 +19,8 @@ _CONVERSATION = 'a conversation is a non-empty list of {"role": ..., "content": 
 
 def check_request(
     params: object,
-    *,
     drafting: object = None,
+    *,
     use_draft: object = True,
     exact: object = None,
     raw: object = False,

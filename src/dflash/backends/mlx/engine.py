@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 
 import mlx.core as mx
 import numpy as np
@@ -104,8 +105,23 @@ def load(
     )
     loaded = load_target(pair.target, dtype=chosen_dtype, trust_remote_code=trust_remote_code, progress=report)
     pair = pair.for_target(len(decoder_layers(loaded.model)))
-    # The draft's weights before the probe: wrong ones should not cost its time.
-    make_drafter = _make_drafter(pair, loaded, chosen_dtype, report)
+    with ExitStack() as opened:
+        # The draft's weights before the probe: wrong ones should not cost its time.
+        make_drafter = _make_drafter(pair, loaded, chosen_dtype, report, opened)
+        return _put_together(pair, loaded, make_drafter, opened, exact=exact, kv_bits=kv_bits, report=report)
+
+
+def _put_together(
+    pair: Opening,
+    loaded: LoadedTarget,
+    make_drafter: MakeDrafter | None,
+    opened: ExitStack,
+    *,
+    exact: bool,
+    kv_bits: int | None,
+    report: Progress,
+) -> MLXEngine:
+    """The engine of a pair; where a step refuses, `opened` closes what the steps before it opened."""
     exactness = _probe(loaded, pair.num_rows, kv_bits, report) if exact else None
     shared = MLXTarget(
         loaded.model,
@@ -114,19 +130,24 @@ def load(
         exact_width=exactness.width if exactness else 1,
         kv_bits=kv_bits,
     )
+    opened.callback(shared.close)
     drafter = None if make_drafter is None else make_drafter(shared)
     info = _info(pair, shared, exactness)
-    return _engine(loaded, shared, drafter, info, pair, report=report)
+    engine = _engine(loaded, shared, drafter, info, pair, report=report)
+    opened.pop_all()
+    return engine
 
 
-def _make_drafter(pair: Opening, loaded: LoadedTarget, dtype: mx.Dtype | None, report: Progress) -> MakeDrafter | None:
-    """Load what drafts; None = nothing does."""
+def _make_drafter(
+    pair: Opening, loaded: LoadedTarget, dtype: mx.Dtype | None, report: Progress, opened: ExitStack
+) -> MakeDrafter | None:
+    """Load what drafts; None = nothing does. `opened`: closes it."""
     if pair.model_free is not None:
         return _copies(pair.model_free)
     if pair.draft is None:
         return None
     if pair.description is None:
-        return _load_draft_model(pair.draft, loaded, pair.target.name, dtype, report)
+        return _load_draft_model(pair.draft, loaded, pair.target.name, dtype, report, opened)
     return _load_draft(pair.draft, pair.description, loaded, pair.target.name, report)
 
 
@@ -218,7 +239,8 @@ def _load_draft(
 ) -> MakeDrafter:
     """Check a draft against its target and load its weights."""
     config = description.config
-    shape = MLXTarget(target.model, max_length=target.max_length).shape
+    with closing(MLXTarget(target.model, max_length=target.max_length)) as bare:
+        shape = bare.shape
     check_shapes(config, shape, draft_name=source.name, target_name=target_name)
     tokens = TargetTokens.of_tokenizer(target.tokenizer, end_of_sequence_ids(target))
     warn(token_findings(config.mask_token_id, raw_config(source.path), tokens))
@@ -231,7 +253,12 @@ def _load_draft(
 
 
 def _load_draft_model(
-    source: Source, target: LoadedTarget, target_name: str, dtype: mx.Dtype | None, report: Progress
+    source: Source,
+    target: LoadedTarget,
+    target_name: str,
+    dtype: mx.Dtype | None,
+    report: Progress,
+    opened: ExitStack,
 ) -> MakeDrafter:
     """A language model that drafts. Raises PairError unless its tokens are the target's."""
     loaded = load_target(source, dtype=dtype, progress=report, role="draft")
@@ -239,6 +266,7 @@ def _load_draft_model(
         loaded.tokenizer.get_vocab(), target.tokenizer.get_vocab(), draft_name=source.name, target_name=target_name
     )
     model = MLXTarget(loaded.model, max_length=loaded.max_length)
+    opened.callback(model.close)
     return functools.partial(load_attribute(MLX_DRAFTERS["autoregressive"]), model)
 
 

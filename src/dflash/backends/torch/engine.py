@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -116,22 +117,31 @@ def load(
         progress=report,
     )
     pair = pair.for_target(text_config(loaded.model).num_hidden_layers)
-    # The draft's weights before the probe: wrong ones should not cost its time.
-    make_drafter = _make_drafter(pair, loaded, report)
-    shared, exactness = _shared_target(loaded.model, pair.config, pair.num_rows, exact=exact, report=report)
-    drafter = None if make_drafter is None else make_drafter(shared)
-    info = _info(pair, shared, exactness)
-    return _engine(loaded, shared, drafter, info, pair, report=report)
+    return _put_together(pair, loaded, exact=exact, report=report)
 
 
-def _make_drafter(pair: Opening, loaded: LoadedTarget, report: Progress) -> MakeDrafter | None:
-    """Load what drafts; None = nothing does."""
+def _put_together(pair: Opening, loaded: LoadedTarget, *, exact: bool, report: Progress) -> TorchEngine:
+    """Load the draft and make the engine; where a step refuses, what the steps before it opened is closed."""
+    with ExitStack() as opened:
+        # The draft's weights before the probe: wrong ones should not cost its time.
+        make_drafter = _make_drafter(pair, loaded, report, opened)
+        shared, exactness = _shared_target(loaded.model, pair.config, pair.num_rows, exact=exact, report=report)
+        opened.callback(shared.close)
+        drafter = None if make_drafter is None else make_drafter(shared)
+        info = _info(pair, shared, exactness)
+        engine = _engine(loaded, shared, drafter, info, pair, report=report)
+        opened.pop_all()
+    return engine
+
+
+def _make_drafter(pair: Opening, loaded: LoadedTarget, report: Progress, opened: ExitStack) -> MakeDrafter | None:
+    """Load what drafts; None = nothing does. `opened`: closes it."""
     if pair.model_free is not None:
         return _copies(pair.model_free)
     if pair.draft is None:
         return None
     if pair.description is None:
-        return _load_draft_model(pair.draft, loaded, pair.target.name, report)
+        return _load_draft_model(pair.draft, loaded, pair.target.name, report, opened)
     return _load_draft(pair.draft, pair.description, loaded, pair.target.name, report)
 
 
@@ -241,7 +251,9 @@ def _load_draft(
     return functools.partial(load_attribute(DRAFTERS[config.kind]), network)
 
 
-def _load_draft_model(source: Source, target: LoadedTarget, target_name: str, report: Progress) -> MakeDrafter:
+def _load_draft_model(
+    source: Source, target: LoadedTarget, target_name: str, report: Progress, opened: ExitStack
+) -> MakeDrafter:
     """A language model that drafts. Raises PairError unless its tokens are the target's."""
     dtype, device = target.model.dtype, target.model.device
     loaded = load_target(source, dtype=dtype, device=device, progress=report, role="draft")
@@ -249,7 +261,9 @@ def _load_draft_model(source: Source, target: LoadedTarget, target_name: str, re
         loaded.tokenizer.get_vocab(), target.tokenizer.get_vocab(), draft_name=source.name, target_name=target_name
     )
     join_and_pack(loaded.model)
-    return functools.partial(load_attribute(DRAFTERS["autoregressive"]), TorchTarget(loaded.model, packs_single=True))
+    model = TorchTarget(loaded.model, packs_single=True)
+    opened.callback(model.close)
+    return functools.partial(load_attribute(DRAFTERS["autoregressive"]), model)
 
 
 def _copies(reference: str) -> MakeDrafter:
