@@ -131,7 +131,7 @@ def damage(folder: Path, *, hashes: bool = False) -> str | None:
                 return f"{file} is missing or has another size than when it was written"
             if hashes and file_sha256(file) != expected["sha256"]:
                 return f"{file} has other bytes than when it was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return f"{path} is missing or unreadable"
     return None
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from dflash.core.engine import Engine
+from dflash.core.pair_checks import end_ids
 from dflash.errors import ConfigError, ModelError, PairError, PromptError, UnsupportedModel
 from tests.backends import tiny_pair
-from tests.backends.pairs import GREEDY, OpenEngine
+from tests.backends.pairs import BACKENDS, GREEDY, OpenEngine
 from tests.backends.tiny_pair import save_target
 
 
@@ -88,3 +89,23 @@ def test_prompt_errors_come_at_once(engine: Engine) -> None:
     for arguments in bad:
         with pytest.raises(PromptError):
             engine.stream(**arguments)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"eos_token_id": "x"}', '{"eos_token_id": [1.5]}', '{"eos_token_id": -1}']
+)
+def test_a_damaged_generation_config(open_engine: OpenEngine, tmp_path: Path, text: str) -> None:
+    """Fault: a traceback, or ends of answers that no token is, so that every answer runs to its limit."""
+    folder = save_target(tmp_path / "target")
+    (folder / "generation_config.json").write_text(text)
+    if text == "{" and open_engine is BACKENDS["torch"]:
+        pytest.skip("Transformers reads config.json in its place")
+    with pytest.raises(ModelError, match=r"generation.config|cannot be read"):
+        open_engine(folder, None, exact=False)
+
+
+def test_end_ids() -> None:
+    """The first place that names any counts; an id and a list of ids are the same."""
+    assert end_ids((None, 3, [5]), "t") == {3}
+    assert end_ids((None, [5, 6], 3), "t") == {5, 6}
+    assert end_ids((None, None), "t") == frozenset()

@@ -83,6 +83,15 @@ def test_threads_keep_to_an_earlier_limit() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("number", [0, -1, 4097, 10**11, 10**20])
+def test_numbers_of_threads_that_are_none(number: int) -> None:
+    """Fault: PyTorch's overflow as a traceback, or a process that OpenMP ends."""
+    before = torch.get_num_threads()
+    with pytest.raises(ConfigError, match=r"number of threads must be at (least 1|most 4096)"):
+        set_threads(number)
+    assert torch.get_num_threads() == before
+
+
 def write_gguf(path: Path) -> dict[str, np.ndarray]:
     """A one-layer Llama with a vocabulary of seven; returns the float32 tensors by GGUF name."""
     hidden, inner, heads, kv_heads = 32, 64, 4, 2

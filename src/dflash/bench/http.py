@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 
@@ -37,8 +38,15 @@ class Server:
             raise ConfigError(f"--timeout must be positive, not {timeout}.")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("the server's key holds characters that no key has; set its variable again.")
+        try:
+            address = httpx2.URL(self.url)
+            urlsplit(self.url).port  # noqa: B018  # raises where it is no port
+        except (httpx2.InvalidURL, ValueError) as error:
+            raise ConfigError(f"{url!r} is no address of a server ({error}); write it as http://host:port.") from error
         self._client = httpx2.Client(
-            base_url=self.url,
+            base_url=address,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx2.Timeout(timeout, connect=min(timeout, 10.0)),
             transport=_Bounded(limits=httpx2.Limits(max_connections=MAX_CONNECTIONS)),
@@ -176,7 +184,7 @@ class _BoundedStream(httpx2.SyncByteStream):
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestFailed("malformed answer", f"{where} is not JSON ({error}): {text[:_SHOWN]!r}") from error
 
 

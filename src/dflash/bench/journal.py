@@ -97,7 +97,7 @@ class Journal:
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self._path}:{number}: not JSON ({error}). Delete this line and resume.") from error
         if not isinstance(row, dict):
             raise DataError(f"{self._path}:{number}: not a JSON object. Delete this line and resume.")

@@ -138,7 +138,7 @@ def read_traces(path: Path) -> Iterator[Trace]:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             for line in file:
                 yield _parse(json.loads(line))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, RecursionError, KeyError, TypeError, zlib.error) as error:
         raise DataError(f"{path} holds no traces ({error}); record them with scripts/replay_rounds.py.") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,6 +47,8 @@ def calibrate(
     measurements a few prompts are answered in three forms (plain, the draft's whole block every round, and by cost),
     and the tokens per second that the times predict for their rounds stand beside the measured ones.
     """
+    if not math.isfinite(seconds):
+        raise ConfigError(f"--seconds must be a number of seconds, not {seconds}.")
     if model.fixed:
         raise ConfigError("--fixed decides nothing by cost, so there is nothing to calibrate: drop it.")
     engine = open_engine(model)

@@ -268,7 +268,7 @@ def _read(path: Path) -> Curves | None:
         draft = raw["draft"]
         touch(path)
         return CostCurve.from_json(raw["verify"]), None if draft is None else CostCurve.from_json(draft)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
 
 

@@ -7,15 +7,16 @@ and names only, no models. Shapes, taps and tensors are checked where they are r
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash import arguments
 from dflash.core.draft_config import CONFIG_FILE
 from dflash.core.findings import Finding
 from dflash.core.safetensors_files import read_json
-from dflash.errors import CheckpointError
+from dflash.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,24 @@ class TargetTokens:
             return set(self.eos_ids)
         found = self.bos_id if key == "bos_token_id" else self.pad_id
         return set() if found is None else {found}
+
+
+def end_ids(named: Iterable[object], target_name: str) -> frozenset[int]:
+    """The end-of-sequence ids of a target: those of the first place that names any, an id or a list of ids.
+
+    Raises CheckpointError for what are no ids.
+    """
+    found = next((ids for ids in named if ids is not None), ())
+    ids = [found] if arguments.is_whole(found) else found
+    try:
+        arguments.check_token_ids("eos_token_id", ids)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"the configuration of '{target_name}' names no end of its answers ({error}) Mend eos_token_id in its "
+            "generation_config.json, or download it again."
+        ) from error
+    assert isinstance(ids, Iterable)
+    return frozenset(int(token) for token in ids)
 
 
 def token_findings(mask_token_id: int, raw_config: Mapping[str, Any], tokens: TargetTokens) -> list[Finding]:

@@ -101,7 +101,7 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     path = folder / CONFIG_FILE
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); download or export the model again.") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} must hold a JSON object; download or export the model again.")

@@ -36,7 +36,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+            except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are the former
                 raise line_error(path, number, f"not JSON ({error}); every line must be one JSON object") from error
             if not isinstance(row, dict):
                 raise line_error(path, number, f"holds a JSON {type(row).__name__}; every line must be one JSON object")
@@ -56,7 +56,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read as JSON ({error}). Delete it and prepare again.") from error
     if not isinstance(value, dict):
         raise DataError(f"{path}: holds a JSON {type(value).__name__}, not an object. Delete it and prepare again.")

@@ -50,6 +50,8 @@ from dflash.prepare.regenerate import Answerer
 from dflash.resolve import resolve_target
 
 DEFAULT_MAX_PROMPT_TOKENS = 1024
+LEAST_TEMPERATURE = 1e-4
+"""Logits divided by less leave the range of float32."""
 """Longer prompts are left out: training sequences are short, and one long prompt pads its whole batch."""
 
 Item = TypeVar("Item")
@@ -125,8 +127,10 @@ class _Options:
         for name in ("max_new_tokens", "batch_size", "shard_size", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature must be 0 (greedy) or positive, not {self.temperature}.")
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, not {self.temperature}."
+            )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must lie in [0, 2^63), not {self.seed}.")
 

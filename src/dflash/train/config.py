@@ -153,7 +153,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, or no day such as 2026-13-45
         raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}.") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a mapping of recipe keys.")
@@ -182,5 +182,5 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         node = child
     try:
         node[last] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"override '{override}': the value is not valid YAML.") from error

@@ -56,7 +56,7 @@ def check_split(draft: Path, split_seed: int) -> None:
     try:
         data = json.loads((draft / PROVENANCE_FILE).read_text(encoding="utf-8"))["data"]
         split, seed = data.get("split"), data.get("split_seed")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         split = seed = None
     if (split, seed) != (SPLIT, split_seed):
         logger.warning(

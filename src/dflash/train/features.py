@@ -179,5 +179,5 @@ def _check_convention(folder: Path, found: Any, convention: dict[str, Any]) -> N
 def _read_manifest(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); delete the folder, or give another one.") from error

@@ -63,6 +63,11 @@ def _records(path: Path, last_step: int) -> list[dict[str, Any]]:
             record = json.loads(line)
             if record["step"] <= last_step and isinstance(record["kind"], str):
                 kept.append(record)
-        except (ValueError, KeyError, TypeError):  # the line that was being written when the run was killed
+        except (
+            ValueError,
+            RecursionError,
+            KeyError,
+            TypeError,
+        ):  # the line that was being written when the run was killed
             continue
     return kept

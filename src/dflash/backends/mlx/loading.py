@@ -21,7 +21,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dflash.backends.mlx.compat import adapted_config, layer_caches, text_config
 from dflash.core.draft_config import CONFIG_FILE
-from dflash.core.safetensors_files import check_weight_files
+from dflash.core.pair_checks import end_ids
+from dflash.core.safetensors_files import check_weight_files, read_json
 from dflash.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
 from dflash.resolve import Progress, Source
 
@@ -148,13 +149,10 @@ def context_length(config: Mapping[str, Any], name: str) -> int:
 def end_of_sequence_ids(loaded: LoadedTarget) -> frozenset[int]:
     """All end-of-sequence ids of the generation config; the model's or tokenizer's own where it names none."""
     path = loaded.folder / "generation_config.json"
-    generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    generation = read_json(path, "target's generation config") if path.is_file() else {}
     inner = text_config(loaded.config)
     named = (generation.get("eos_token_id"), loaded.config.get("eos_token_id"), inner.get("eos_token_id"))
-    for ids in (*named, loaded.tokenizer.eos_token_id):
-        if ids is not None:
-            return frozenset({ids} if isinstance(ids, int) else ids)
-    return frozenset()
+    return end_ids((*named, loaded.tokenizer.eos_token_id), loaded.folder.name)
 
 
 def _folder(source: Source, progress: Progress | None) -> Path:

@@ -25,6 +25,7 @@ from dflash.backends.torch.compat import auto_class, text_config
 from dflash.backends.torch.gguf import converted_folder
 from dflash.core.draft_config import DraftConfig
 from dflash.core.pair import TargetShape, check_shapes
+from dflash.core.pair_checks import end_ids
 from dflash.core.safetensors_files import check_weight_files
 from dflash.errors import CheckpointError, ConfigError, MissingExtra, ModelError, UnsupportedModel
 from dflash.resolve import Progress, Source, resolve_target
@@ -35,6 +36,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 SPREADS = ("balanced", "balanced_low_0", "sequential")
 """Names in place of a device: Transformers' ways to spread a target's layers over all GPUs (its `device_map`)."""
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "auto": None}
+MOST_THREADS = 4096
+"""More is a mistake, which OpenMP would answer by ending the process."""
 _BF16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 """x86 and ARM names of bf16 units in /proc/cpuinfo. Without them bf16 is emulated and several times slower."""
 
@@ -102,12 +105,16 @@ def set_threads(num_threads: int | None) -> int:
     """Set PyTorch's number of CPU threads (process-wide) and return it.
 
     None: the physical cores this process may use, but not more than PyTorch is already limited to, so that
-    OMP_NUM_THREADS or an earlier `torch.set_num_threads` keeps its effect. Raises ConfigError below 1.
+    OMP_NUM_THREADS or an earlier `torch.set_num_threads` keeps its effect.
+
+    Raises ConfigError below 1 or beyond MOST_THREADS.
     """
     if num_threads is None:
         num_threads = min(physical_cores(), torch.get_num_threads())
     elif num_threads < 1:
         raise ConfigError(f"the number of threads must be at least 1, not {num_threads}.")
+    elif num_threads > MOST_THREADS:
+        raise ConfigError(f"the number of threads must be at most {MOST_THREADS}, not {num_threads}.")
     torch.set_num_threads(num_threads)
     return num_threads
 
@@ -261,11 +268,8 @@ def check_pair(draft: DraftConfig, model: PreTrainedModel, *, draft_name: str, t
 def end_of_sequence_ids(loaded: LoadedTarget) -> frozenset[int]:
     """All end-of-sequence ids of the generation config; the model's or tokenizer's own where it names none."""
     generation = getattr(loaded.model, "generation_config", None)
-    for owner in (generation, loaded.model.config, loaded.tokenizer):
-        ids = getattr(owner, "eos_token_id", None)
-        if ids is not None:
-            return frozenset({ids} if isinstance(ids, int) else ids)
-    return frozenset()
+    owners = (generation, loaded.model.config, loaded.tokenizer)
+    return end_ids((getattr(owner, "eos_token_id", None) for owner in owners), loaded.folder.name)
 
 
 @contextmanager
