@@ -63,6 +63,7 @@ WRONG_CHOICES = {
     "mode": ("best", 1, None, ["fast"]),
     "fixed": (1, "yes"),
     "copies": (None,),
+    "bigrams": (1, "no"),
     "draws": (0,),
     "steady": ("no",),
     "width": (8.0, "8", True),

@@ -89,9 +89,9 @@ MUTATIONS = (
     Mutation(
         "A4",
         "only the first end token of the generation config is read",
-        "backends/torch/loading.py",
-        "return frozenset({ids} if isinstance(ids, int) else ids)",
-        "return frozenset({ids} if isinstance(ids, int) else ids[:1])",
+        "core/pair_checks.py",
+        "return frozenset(int(token) for token in ids)",
+        "return frozenset(int(token) for token in list(ids)[:1])",
         ("backends/test_conformance.py::test_end_ids_come_from_the_generation_config",),
     ),
     Mutation(
