@@ -176,7 +176,7 @@ def test_the_rule_is_near_the_best_fixed_width_and_never_under_plain(curve: str,
         survival *= shares[min(slot, len(shares) - 1)]
         tokens += survival
         fixed.append((cost(slot + 2) + DRAFT_SECONDS) / tokens)
-    text = [int(token) for token in np.random.default_rng(0).permutation(10**6)[:1_000]]
+    text = [int(token) for token in np.random.default_rng(0).permutation(10**6)[:700]]
     measured = CostCurve.fit({(0, rows): [cost(rows)] for rows in (1, 2, 4, 8, 16)})
     ours = []
     for seed in (1, 2):
