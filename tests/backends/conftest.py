@@ -11,9 +11,10 @@ from filelock import FileLock
 
 from dflash.backends.torch.draft_model import DraftModel
 from dflash.backends.torch.engine import TorchEngine as Engine
+from dflash.core.engine import Engine as AnyEngine
 from tests.backends import tiny_pair
 from tests.backends.architectures import SHARED
-from tests.backends.pairs import BACKENDS, GREEDY, PROMPTS, OpenEngine, load_with_taps
+from tests.backends.pairs import BACKENDS, GREEDY, PROMPTS, OpenEngine, PlainTexts, load_with_taps
 from tests.backends.pairs import open_engine as open_torch_engine
 from tests.backends.tiny_pair import random_draft, save_draft, save_target, train_draft
 
@@ -85,3 +86,14 @@ def open_engine(request: pytest.FixtureRequest) -> OpenEngine:
     if request.param == "mlx":
         pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
     return BACKENDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def trained(open_engine: OpenEngine, target_folder: Path, trained_folder: Path) -> AnyEngine:
+    """An engine whose draft knows the answers to the prompts."""
+    return open_engine(target_folder, trained_folder)
+
+
+@pytest.fixture(scope="module")
+def plain_texts(trained: AnyEngine) -> PlainTexts:
+    return PlainTexts(trained)

@@ -34,16 +34,6 @@ DEARER_ROWS = CostCurve((1, 64), (0,), ((1.0, 4.0),))
 """Costs that a test gives go with `steady`: a busy machine must not decide what is asserted."""
 
 
-@pytest.fixture(scope="module")
-def trained(open_engine: OpenEngine, target_folder: Path, trained_folder: Path) -> Engine:
-    return open_engine(target_folder, trained_folder)
-
-
-@pytest.fixture(scope="module")
-def plain_texts(trained: Engine) -> PlainTexts:
-    return PlainTexts(trained)
-
-
 @pytest.mark.parametrize("drafting", CHOICES, ids=str)
 @pytest.mark.parametrize("rows_are_free", [True, False])
 def test_every_choice_gives_the_plain_tokens(

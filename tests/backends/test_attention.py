@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers import DogeConfig, DogeForCausalLM
 
 from dflash.backends.torch.attention import KERNEL_BLOCK, LEAST_ROWS, MOST_HEADS, MOST_ROWS, AttentionForm, attend
+from dflash.backends.torch.target import TorchTarget
+from dflash.types import Proposal
 
 KEYS, WIDTH, START = 64, 16, 40
 SCALE = 0.3
@@ -83,6 +86,22 @@ def test_masks_of_other_makes_are_left_alone() -> None:
     copies = AttentionForm(group=3).mask(causal(5))
     one = attend(query, key, value, causal(5), SCALE)
     assert torch.equal(attend(query, key, value, copies, SCALE), one)
+
+
+@pytest.mark.parametrize("heads", [6, 8])
+def test_models_that_compute_with_the_mask_get_one_per_head(heads: int) -> None:
+    """Fault: Doge adds the mask to one of its own per key/value head, which copies for a group do not fit."""
+    config = DogeConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=48, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=heads // 2, max_position_embeddings=128,
+    )  # fmt: skip
+    target = TorchTarget(DogeForCausalLM(config))
+    assert target.attention.group == 1
+    session = target.session(exact=False)
+    session.prefill([1, 2, 3])
+    assert session.verify(4, Proposal((5, 6))).logits.shape == (3, 97)
+    session.close()
+    target.close()
 
 
 def test_too_many_rows_go_apart() -> None:

@@ -30,16 +30,6 @@ def engine(open_engine: OpenEngine, target_folder: Path, draft_folder: Path) -> 
     return open_engine(target_folder, draft_folder)
 
 
-@pytest.fixture(scope="module")
-def trained(open_engine: OpenEngine, target_folder: Path, trained_folder: Path) -> Engine:
-    return open_engine(target_folder, trained_folder)
-
-
-@pytest.fixture(scope="module")
-def plain_texts(trained: Engine) -> PlainTexts:
-    return PlainTexts(trained)
-
-
 class ScriptedDrafter:
     """Proposes the first `right()` tokens of the true continuation and wrong ones after them."""
 

@@ -155,6 +155,8 @@ PAIRS = {"first": [1], "second": [2], "counts": [3]}
         ("[1, 2]", "must hold a JSON object"),
         ("{}", "'tokens' must hold"),
         ({"tokens": TOKENS}, "'pairs' must hold"),
+        ({"tokens": {"ids": [], "counts": []}, "pairs": PAIRS}, "pairs and no tokens"),
+        ({"tokens": TOKENS | {"counts": [0, 0]}, "pairs": PAIRS}, "pairs and no tokens"),
         ({"tokens": TOKENS, "pairs": [1]}, "'pairs' must hold"),
         ({"tokens": TOKENS, "pairs": PAIRS | {"counts": [1, 2]}}, "equally long"),
         ({"tokens": TOKENS, "pairs": PAIRS | {"counts": "3"}}, "whole numbers"),

@@ -20,7 +20,10 @@ def bigrams(
     *,
     draft: Annotated[Path, typer.Option("--draft", "-d", metavar="FOLDER", help="Local folder of the draft.")],
     split_seed: Annotated[
-        int, typer.Option("--split-seed", min=0, help="data.split_seed of the draft's training: what it holds out.")
+        int,
+        typer.Option(
+            "--split-seed", min=0, metavar="N", help="data.split_seed of the draft's training: what it holds out."
+        ),
     ] = 0,
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, metavar="N", help="Count only so many answers.")

@@ -212,7 +212,11 @@ class Engine(ABC):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out. Raises ConfigError for what are no ids of this target."""
         arguments.check_token_ids("token_ids", token_ids, self.target.vocab_size)
-        ids = [int(token) for token in token_ids]
+        return self._text_of([int(token) for token in token_ids])
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        """`decode` without its checks: for the engine's own ids, in every round."""
+        ids = list(token_ids)
         text: str | list[str] = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
@@ -286,7 +290,7 @@ class Engine(ABC):
                 session,
                 drafter,
                 self.acceptor(params, ids),
-                StopRule.for_request(params, self.eos_ids, self.decode),
+                StopRule.for_request(params, self.eos_ids, self._text_of),
                 ids,
                 max_new_tokens=params.max_new_tokens,
                 width=chosen.width,
@@ -295,7 +299,7 @@ class Engine(ABC):
             stats = Stats(num_prompt_tokens=len(ids))
             if drafter is not None and chosen.mode == "fast" and not (chosen.fixed or session.supports_trees):
                 stats.notes.append(NO_TREES)
-            text = IncrementalText(self.decode, params.stop)
+            text = IncrementalText(self._text_of, params.stop)
             return self._events(rounds, opened.pop_all().close, text, stats, drafter)
 
     def close(self) -> None:

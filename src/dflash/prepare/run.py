@@ -50,9 +50,9 @@ from dflash.prepare.regenerate import Answerer
 from dflash.resolve import resolve_target
 
 DEFAULT_MAX_PROMPT_TOKENS = 1024
+"""Longer prompts are left out: training sequences are short, and one long prompt pads its whole batch."""
 LEAST_TEMPERATURE = 1e-4
 """Logits divided by less leave the range of float32."""
-"""Longer prompts are left out: training sequences are short, and one long prompt pads its whole batch."""
 
 Item = TypeVar("Item")
 

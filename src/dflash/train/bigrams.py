@@ -31,7 +31,7 @@ def write_bigrams(folder: Path, sequences: Sequence[AnswerSequence], split_seed:
     origin = {"answers": len(sequences), "split": SPLIT, "split_seed": split_seed}
     text = json.dumps({"data": origin} | bigrams.to_json(), separators=(",", ":"))  # megabytes, if indented
     write_atomically(folder / BIGRAMS_FILE, text.encode())
-    return Counted(folder / BIGRAMS_FILE, len(sequences), int(bigrams.token_counts.sum()), len(bigrams.pair_keys))
+    return Counted(folder / BIGRAMS_FILE, len(sequences), bigrams.num_tokens, len(bigrams.pair_keys))
 
 
 def count_bigrams(answers: Sequence[Path], draft: Path, *, split_seed: int = 0, limit: int | None = None) -> Counted:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dflash.backends.torch.loading import end_of_sequence_ids
 from dflash.backends.torch.target import TorchTarget
+from dflash.core.bigrams import BIGRAMS_FILE
 from dflash.errors import CheckpointError, ConfigError
 from dflash.prepare.jsonl import read_json_object, write_json_atomically
 from dflash.resolve import Progress
@@ -136,6 +137,8 @@ class Trainer:
 
     def train(self, progress: Progress | None = None) -> TrainSummary:
         """Run to the last step (or the time limit), exporting the draft at every evaluation and at the end."""
+        if self.processes.is_main:
+            self._count_neighbours()
         try:
             report = self._steps(progress)
         finally:
@@ -322,6 +325,13 @@ class Trainer:
         )
         return report
 
+    def _count_neighbours(self) -> None:
+        """Write the counts for the draft to be, once: the answers stay the same. Those of a run that wanted them go."""
+        if self.config.data.bigrams:
+            write_bigrams(self.draft, self.run.data.train, self.config.data.split_seed)
+        else:
+            (self.draft / BIGRAMS_FILE).unlink(missing_ok=True)
+
     def _export(self, report: DecodeReport | None) -> None:
         """Write the draft of this step; a run that is killed later leaves it behind."""
         data = self.run.data
@@ -333,8 +343,6 @@ class Trainer:
             | {"split": data_module.SPLIT, "split_seed": self.config.data.split_seed},
             "held_out": vars(report) if report else None,
         }
-        if self.config.data.bigrams:
-            write_bigrams(self.draft, data.train, self.config.data.split_seed)
         export_draft(self.run.network, self.draft, self.config, facts)
 
 

@@ -230,8 +230,10 @@ def use_grouped_attention(model: PreTrainedModel) -> AttentionForm:
         model.set_attn_implementation(GROUPED_ATTENTION)
     if model.device.type != "cpu":
         return AttentionForm()
+    # Flash kernels take no mask, so a model that may run on them does nothing of its own with it; Doge, say, does.
+    hands_on = getattr(model, "_supports_flash_attn", False)
     groups = {getattr(module, "num_key_value_groups", None) for module in model.modules()} - {None}
-    group = groups.pop() if len(groups) == 1 else None
+    group = groups.pop() if hands_on and len(groups) == 1 else None
     return AttentionForm.on_cpu(group if isinstance(group, int) else 1)
 
 

@@ -71,6 +71,7 @@ def convert_draft(source: Path, out: Path, layout: str, *, target: str | None = 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; name a new folder, or remove it first.")
     description = read_draft(source)
+    counts = inside(source, BIGRAMS_FILE)
     draft = _Draft(description.config, stored_values(description), description.vocabulary)
     before = set(draft.tensors)
     tables = _Tables(target)
@@ -89,8 +90,8 @@ def convert_draft(source: Path, out: Path, layout: str, *, target: str | None = 
     (partial / CONFIG_FILE).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     if config.draft_vocabulary_file is not None:
         (partial / config.draft_vocabulary_file).write_text(json.dumps(list(draft.vocabulary or ())), encoding="utf-8")
-    if (source / BIGRAMS_FILE).is_file():
-        shutil.copyfile(inside(source, BIGRAMS_FILE), partial / BIGRAMS_FILE)
+    if counts.is_file():
+        shutil.copyfile(counts, partial / BIGRAMS_FILE)
     back = read_draft(partial)
     assert (back.config, back.vocabulary) == (config, draft.vocabulary), "what was written must read back"
     if out.exists():
