@@ -88,6 +88,17 @@ def test_masks_of_other_makes_are_left_alone() -> None:
     assert torch.equal(attend(query, key, value, copies, SCALE), one)
 
 
+@pytest.mark.parametrize("bools", [False, True])
+@pytest.mark.parametrize("mask_heads", [2, 3, 5, 16])
+def test_masks_that_fit_no_head_are_refused(mask_heads: int, bools: bool) -> None:
+    """Fault: of a mask for other heads than there are, the first head's is taken for all."""
+    query, key, value = parts(5, 4)
+    mask = causal(5, bools=bools).repeat(1, mask_heads, 1, 1)
+    mask[:, -1, :, 0] = False if bools else -torch.inf
+    with pytest.raises(RuntimeError):
+        attend(query, key, value, mask, SCALE)
+
+
 @pytest.mark.parametrize("heads", [6, 8])
 def test_models_that_compute_with_the_mask_get_one_per_head(heads: int) -> None:
     """Fault: Doge adds the mask to one of its own per key/value head, which copies for a group do not fit."""

@@ -75,7 +75,7 @@ def attend(
         joint_mask = mask.reshape(mask.shape[0], 1, -1, mask.shape[3])
         attended = scaled_dot_product_attention(joint, key, value, attn_mask=joint_mask, scale=scaling)
         return attended.reshape(batch, heads, -1, value.shape[3])[:, :, :num_rows]
-    if mask is not None and mask.shape[1] not in (1, heads):
-        mask = mask[:, :1]
+    if mask is not None and mask.shape[1] not in (1, heads) and torch.equal(mask, mask[:, :1].expand_as(mask)):
+        mask = mask[:, :1]  # copies for layers with other heads than these; PyTorch refuses whatever else does not fit
     attended = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
     return attended[:, :, :num_rows]
