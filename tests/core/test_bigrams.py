@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,7 @@ PAIRS = {"first": [1], "second": [2], "counts": [3]}
         ({"tokens": TOKENS, "pairs": PAIRS | {"second": [-1]}}, "whole numbers"),
         ({"tokens": TOKENS, "pairs": PAIRS | {"second": [2**31]}}, "whole numbers"),
         ({"tokens": TOKENS, "pairs": PAIRS | {"second": [SIZE]}}, "outside the vocabulary"),
+        ({"tokens": TOKENS | {"ids": [1, 1], "counts": [3, 0]}, "pairs": PAIRS}, "a token twice"),
         ({"tokens": {"ids": [SIZE], "counts": [1]}, "pairs": PAIRS}, "outside the vocabulary"),
     ],
 )
@@ -183,3 +186,39 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
     (folder / BIGRAMS_FILE).symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match="link out of its folder"):
         read_bigrams(folder, SIZE)
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Most memory, NumPy's included, that `work` held at a time."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("place", ["ids", "first", "second"])
+def test_a_vocabulary_that_nobody_has_checked_costs_no_memory(tmp_path: Path, place: str) -> None:
+    """Fault: a folder whose config claims a vocabulary near 2^31 has 16 GiB asked for by a file of 100 bytes, before
+    anything says that no target has such a vocabulary."""
+    highest = 2**31 - 2
+    columns = {"ids": [1, 2], "first": [1], "second": [2]} | {place: [1, highest] if place == "ids" else [highest]}
+    tokens = {"ids": columns["ids"], "counts": [3, 4]}
+    pairs = {"first": columns["first"], "second": columns["second"], "counts": [3]}
+    (tmp_path / BIGRAMS_FILE).write_text(json.dumps({"tokens": tokens, "pairs": pairs}))
+    found: list[Bigrams | None] = []
+    assert peak_bytes(lambda: found.append(read_bigrams(tmp_path, 2**31 - 1))) < 1 << 20
+    assert found[0] is not None
+    assert found[0].to_json() == {"tokens": tokens, "pairs": pairs}
+
+
+def test_counting_takes_memory_by_what_is_counted() -> None:
+    """Fault: one id of a vocabulary that only the draft's config claims makes counting as large as that."""
+    high = 1 << 27
+    found: list[Bigrams] = []
+    assert peak_bytes(lambda: found.append(Bigrams.count([([1, high, 1, high], [True] * 4)], least=2))) < 1 << 20
+    assert found[0].to_json() == {
+        "tokens": {"ids": [1, high], "counts": [1, 2]},
+        "pairs": {"first": [1], "second": [high], "counts": [2]},
+    }

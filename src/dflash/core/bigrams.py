@@ -32,18 +32,22 @@ STRENGTH, SMOOTHING = 0.35, 20.0
 LEAST_COUNT, MOST_PAIRS = 3, 500_000
 """Pairs that are kept: those seen as often (fewer add nothing), and of these the most frequent ones, some 8 MB."""
 _MAX_BYTES = 16 << 20
+_IDS = 1 << 31
+"""Ids that a pair's key has room for."""
 _LEAST_REST = 1e-4
 """Probability that is left, at least, to what is no candidate."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bigrams:
-    """Counts of tokens and of pairs of neighbours."""
+    """Counts of tokens and of pairs of neighbours: as many numbers as were counted, whatever the vocabulary."""
 
+    token_ids: NDArray[np.int64]
+    """[T] ids that occur, below 2^31."""
     token_counts: NDArray[np.int64]
-    """[V or less] occurrences of each id."""
+    """[T] occurrences of each."""
     pair_keys: NDArray[np.int64]
-    """[P] first id * len(token_counts) + second id, ascending."""
+    """[P] first id * 2^31 + second id, ascending."""
     pair_counts: NDArray[np.int64]
     """[P] occurrences of each pair."""
 
@@ -51,6 +55,15 @@ class Bigrams:
     def num_tokens(self) -> int:
         """N: tokens that were counted."""
         return int(self.token_counts.sum())
+
+    @cached_property
+    def _counts(self) -> NDArray[np.int64]:
+        """[V or less] c of every id. Made when a draft's candidates are judged and not before: a vocabulary of a
+        draft's files may have any size, that of a pair which was checked has the target's."""
+        ids = self.token_ids, self.pair_keys // _IDS, self.pair_keys % _IDS
+        counts = np.zeros(1 + max(int(column.max(initial=-1)) for column in ids), np.int64)
+        counts[self.token_ids] = self.token_counts
+        return counts
 
     @classmethod
     def count(cls, texts: Iterable[tuple[ArrayLike, ArrayLike]], *, least: int = LEAST_COUNT) -> Self:
@@ -61,22 +74,21 @@ class Bigrams:
             firsts.append(row[:-1][counts_here])
             seconds.append(row[1:][counts_here])
         first, second = np.concatenate(firsts), np.concatenate(seconds)
-        size = int(max(first.max(initial=-1), second.max(initial=-1))) + 1
-        keys, counts = np.unique(first * size + second, return_counts=True)
+        keys, counts = np.unique(first * _IDS + second, return_counts=True)
         frequent = np.argsort(-counts, kind="stable")[: min(MOST_PAIRS, int((counts >= least).sum()))]
         kept = np.sort(frequent)
-        return cls(np.bincount(second, minlength=size), keys[kept], counts[kept])
+        return cls(*np.unique(second, return_counts=True), keys[kept], counts[kept])
 
     def ratios(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]:
         """ratio(a, b) of ids [A] and [B] as [A, B]: 1 = a says nothing about b."""
-        size = len(self.token_counts)
+        size = len(self._counts)
         known = (first < size)[:, None] & (second < size)[None]
         a, b = np.minimum(first, size - 1)[:, None], np.minimum(second, size - 1)[None]
-        keys = a * size + b
+        keys = a * _IDS + b
         places = np.searchsorted(self.pair_keys[:-1], keys)
         pairs = np.where(self.pair_keys[places] == keys, self.pair_counts[places], 0)
-        share = (self.token_counts[b] + 0.5) / self.num_tokens
-        ratios = (pairs + SMOOTHING * share) / ((self.token_counts[a] + SMOOTHING) * share)
+        share = (self._counts[b] + 0.5) / self.num_tokens
+        ratios = (pairs + SMOOTHING * share) / ((self._counts[a] + SMOOTHING) * share)
         return np.where(known, ratios, 1.0)
 
     def condition(self, table: CandidateTable) -> CandidateTable:
@@ -95,13 +107,11 @@ class Bigrams:
 
     def to_json(self) -> dict[str, Any]:
         """What `read_bigrams` reads."""
-        size = max(len(self.token_counts), 1)
-        ids = np.flatnonzero(self.token_counts)
         return {
-            "tokens": {"ids": ids.tolist(), "counts": self.token_counts[ids].tolist()},
+            "tokens": {"ids": self.token_ids.tolist(), "counts": self.token_counts.tolist()},
             "pairs": {
-                "first": (self.pair_keys // size).tolist(),
-                "second": (self.pair_keys % size).tolist(),
+                "first": (self.pair_keys // _IDS).tolist(),
+                "second": (self.pair_keys % _IDS).tolist(),
                 "counts": self.pair_counts.tolist(),
             },
         }
@@ -109,7 +119,7 @@ class Bigrams:
 
 def read_bigrams(folder: Path, vocab_size: int) -> Bigrams | None:
     """The counts beside a draft; None if there are none. Raises CheckpointError for a file that holds anything else, or
-    ids outside the vocabulary."""
+    ids outside the vocabulary or one twice. Takes memory by the file's size, however large the vocabulary is."""
     path = folder / BIGRAMS_FILE
     if not folder.is_dir() or not (path.exists() or path.is_symlink()):
         return None
@@ -122,15 +132,15 @@ def read_bigrams(folder: Path, vocab_size: int) -> Bigrams | None:
             f"{path} counts the token {highest}, outside the vocabulary (ids 0 to {vocab_size - 1}); count again with "
             "`dflash bigrams`, or remove the file."
         )
+    if len(np.unique(ids)) < len(ids):
+        raise CheckpointError(f"{path} counts a token twice; count again with `dflash bigrams`, or remove the file.")
     if len(first) and not counts.sum():
         raise CheckpointError(
             f"{path} counts pairs and no tokens; count again with `dflash bigrams`, or remove the file."
         )
-    token_counts = np.zeros(highest + 1, np.int64)
-    token_counts[ids] = counts
-    keys = first * (highest + 1) + second
+    keys = first * _IDS + second
     order = np.argsort(keys, kind="stable")
-    return Bigrams(token_counts, keys[order], pair_counts[order])
+    return Bigrams(ids, counts, keys[order], pair_counts[order])
 
 
 def _columns(path: Path, raw: dict[str, Any], table: str, names: Sequence[str]) -> list[NDArray[np.int64]]:
@@ -139,7 +149,7 @@ def _columns(path: Path, raw: dict[str, Any], table: str, names: Sequence[str]) 
     columns = []
     for name in names:
         values = found.get(name) if isinstance(found, dict) else None
-        whole = isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 31 for value in values)
+        whole = isinstance(values, list) and all(type(value) is int and 0 <= value < _IDS for value in values)
         if not whole or len(values) != len(found[names[0]]):  # type: ignore[arg-type, index]
             raise CheckpointError(
                 f"{path}: '{table}' must hold the equally long lists of whole numbers {', '.join(names)}; count again "
