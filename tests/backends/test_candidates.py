@@ -26,6 +26,7 @@ def test_the_likeliest_walk_is_the_proposal(kind: str) -> None:
         session = session_of(draft, target, random(19, 2 * H, seed=seed))
         expected = session.propose(anchor, 4).tokens
         table = session.candidates(anchor, 4, 3)
+        assert (table.transitions is not None) == draft.config.has_transitions
         assert len(table.ids) == len(table.log_probs) == len(expected) == 4
         rows = [*table.log_probs, *(row for slot in table.transitions or () for row in slot)]
         assert all(sum(map(math.exp, row)) < 1 + 1e-5 for row in rows)

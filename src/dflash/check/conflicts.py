@@ -1,14 +1,18 @@
 """Every contradiction that a draft's config.json holds, not only the first: read from the JSON, before any reader.
 
 The reader (`core/draft_reader.py`) stops at the first conflict; here all of them are listed, so that a broken export is
-mended in one go. Knows which keys are written twice in the wild and in which convention; resolves nothing.
+mended in one go. Knows which keys are written twice in the wild and in which convention, and which file has no effect
+beside which draft; resolves nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from dflash.core.bigrams import BIGRAMS_FILE
+from dflash.core.draft_config import DraftConfig
 from dflash.core.findings import Finding
 
 NESTED = "dflash_config"
@@ -26,6 +30,14 @@ def code_note(raw: Mapping[str, Any]) -> list[Finding]:
     if not raw.get("auto_map"):
         return []
     return [Finding("note", "code", "the checkpoint names Python code of its own (auto_map); it was not run.")]
+
+
+def idle_counts(folder: Path, config: DraftConfig) -> list[Finding]:
+    """A note if counts of neighbours lie beside a draft that has no use for them."""
+    if not (config.has_transitions and (folder / BIGRAMS_FILE).exists()):
+        return []
+    message = f"the draft says itself which tokens follow one another, so {BIGRAMS_FILE} is never read; remove it."
+    return [Finding("note", "bigrams", message)]
 
 
 def _conflicts(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

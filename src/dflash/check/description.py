@@ -92,7 +92,8 @@ def _draft_rows(config: DraftConfig, facts: PairFacts) -> Iterator[Row]:
     scored = facts.num_scored
     part = "all" if scored >= facts.target_vocabulary - 1 else f"{scored / facts.target_vocabulary:.0%}"
     yield Row("vocabulary", f"{scored} of {facts.target_vocabulary} tokens can be proposed ({part})")
-    yield Row("bigrams", f"{facts.num_bigrams} pairs of neighbours counted" if facts.num_bigrams else "none counted")
+    counted = f"{facts.num_bigrams} pairs of neighbours counted" if facts.num_bigrams else "none counted"
+    yield Row("bigrams", "not needed, the draft has transitions of its own" if config.has_transitions else counted)
     yield Row("embedding", "the draft's own" if config.owns_embedding else "the target's")
     yield Row("head", "the draft's own" if config.owns_head else "the target's")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash.check.conflicts import code_note, config_conflicts
+from dflash.check.conflicts import code_note, config_conflicts, idle_counts
 from dflash.check.description import PairFacts, Row, describe
 from dflash.check.judgement import can_judge, judge
 from dflash.check.pair import PairSubject
@@ -88,6 +88,7 @@ def check(
     findings = [*config_conflicts(raw), *code_note(raw)]
     try:
         description = read_draft(draft_source.path)
+        findings += idle_counts(draft_source.path, description.config)
         engine = load(target, draft, progress=report, **options)
     except (CheckpointError, PairError, UnsupportedModel) as error:
         if not has_errors(findings):

@@ -139,6 +139,11 @@ class DraftConfig:
         return "dflash2" if self.conv_kernel_size or self.selector_rank else "dflash"
 
     @property
+    def has_transitions(self) -> bool:
+        """Whether the draft says itself how likely each candidate is after each one of the slot before."""
+        return bool(self.selector_rank or self.markov_rank)
+
+    @property
     def tap_width(self) -> int:
         """Width of one tap: the target's hidden size."""
         return self.target_hidden_size or self.hidden_size

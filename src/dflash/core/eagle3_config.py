@@ -87,6 +87,10 @@ class Eagle3Config(DraftConfig):
         return "eagle3"
 
     @property
+    def has_transitions(self) -> bool:
+        return True
+
+    @property
     def fc_in_features(self) -> int:
         return (len(self.target_layer_ids) or NUM_TAPS) * self.tap_width
 

@@ -37,7 +37,7 @@ class Opening:
     description: DraftDescription | None
     """Of a draft that reads the target's features; None where it is a language model."""
     bigrams: Bigrams | None
-    """Counted beside the draft."""
+    """Counted beside the draft; None also where it has transitions of its own."""
     model_free: str | None
     """"module:attribute" of a drafter that needs no model."""
     draft_name: str | None
@@ -106,7 +106,8 @@ def open_pair(
             num_rows += CHAIN
         else:
             description = _described(source, backend, kinds)
-            bigrams = read_bigrams(source.path, description.config.vocab_size)
+            if not description.config.has_transitions:
+                bigrams = read_bigrams(source.path, description.config.vocab_size)
             num_rows += description.config.max_proposal
     chosen = engine_drafting(drafting, width, None if draft is None else num_rows, has_model=model_free is None)
     return Opening(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dflash.core.bigrams import BIGRAMS_FILE, Bigrams
 from dflash.core.draft_reader import read_draft
+from dflash.errors import UnsupportedModel
 from dflash.prepare.jsonl import write_atomically
 from dflash.train.data import SPLIT, AnswerSequence, load_dataset
 
@@ -42,9 +43,15 @@ def count_bigrams(answers: Sequence[Path], draft: Path, *, split_seed: int = 0, 
 
     Raises:
         CheckpointError: the folder holds no draft.
+        UnsupportedModel: it holds one with transitions of its own, where counts have no effect.
         DataError: answers that cannot be read, or with ids outside the draft's vocabulary.
     """
     config = read_draft(draft).config
+    if config.has_transitions:
+        raise UnsupportedModel(
+            f"{draft} is a draft of kind {config.kind} that says itself which tokens follow one another; counts would "
+            "change nothing, so use it without."
+        )
     data = load_dataset(
         answers, max_length=1 << 20, held_out=0, limit=limit, seed=split_seed, vocab_size=config.vocab_size
     )
