@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from dflash.cli.main import COMMANDS
 from dflash.errors import DFlashError, MissingExtra
 from tests.cli.fakes import CommandLine
+
+ROOT = Path(__file__).parents[2]
 
 
 def dflash(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -159,6 +162,51 @@ def test_a_real_process(tmp_path: Path) -> None:
     assert last.startswith("dflash: error: target ")
     assert all(line.startswith("dflash: starting (") for line in progress)  # on a machine that needs long to import
     assert missing.stdout == ""
+
+
+PRESSED = """
+import signal, sys
+pressed_at = None
+from importlib.metadata import EntryPoint
+
+class PressCtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == pressed_at:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, PressCtrlC())
+entry, *modules = sys.argv[1:]
+sys.argv[1:] = ["models"]
+main = EntryPoint("dflash", entry, "console_scripts").load()
+for pressed_at in modules:
+    for name in [name for name in sys.modules if name.startswith("dflash.cli")]:
+        del sys.modules[name]
+    assert pressed_at not in sys.modules, pressed_at
+    try:
+        main()
+    except SystemExit as leave:
+        assert leave.code == 130, (pressed_at, leave.code)
+    else:
+        raise AssertionError(pressed_at)
+"""
+
+
+def test_ctrl_c_while_the_command_line_is_imported() -> None:
+    """Fault: a traceback of imports for whoever changes his mind within the first tenth of a second. Pressed where the
+    command line itself, a library of it or a verb begins to be imported, in the order in which that happens."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        entry = tomllib.load(file)["project"]["scripts"]["dflash"]
+    modules = ["dflash.cli", "dflash.cli.main", "typer", "typer.core", "dflash.cli.errors", "dflash.cli.models"]
+    words = [sys.executable, "-c", PRESSED, entry, *modules]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_python_m_is_the_same_command() -> None:
+    """Fault: `python -m dflash` has an entry of its own, where Ctrl-C is a traceback."""
+    code = PRESSED.split("entry")[0] + "pressed_at = 'typer'; import runpy; runpy.run_module('dflash', {}, '__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 HELP = """
