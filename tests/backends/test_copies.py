@@ -111,6 +111,33 @@ def test_every_family_can_be_copied(family: str) -> None:
     assert torch.equal(decoded(copy.deepcopy(model), text), expected)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3.5", "Kimi-Linear", "LFM2", "Mamba-2"])
+def test_a_copy_of_an_open_target_is_a_model_of_its_own(family: str, how: str) -> None:
+    """Fault: hooks and forwards that an open target keeps on its model cannot be stored; or a deep copy has them too,
+    computes with the first model's weights and is recorded by its target. Two targets are open at a time, so that one
+    forward of ours stands in for another."""
+    model, ids = ARCHITECTURES[family].build(), torch.tensor([family_tokens(9)])
+    join_and_pack(model)
+    targets = [TorchTarget(model, taps=(0,)), TorchTarget(model, taps=(1,))]
+    assert all((target.replay is None) == (family == "Qwen3") for target in targets)
+    expected = model(ids).logits
+    twin = COPIES[how](model)
+    with targets[0].recorder.recording() as rows:
+        model(ids)
+        twin(ids[:, :4])
+    assert [one.shape[1] for one in rows] == [9]
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(twin(ids).logits, expected)
+    for target in targets:
+        target.close()
+    assert torch.equal(twin(ids).logits, expected)
+    again = COPIES[how](twin)
+    assert torch.equal(decoded(again, family_tokens(11)), decoded(twin, family_tokens(11)))
+
+
 def test_a_copied_joint_does_not_share() -> None:
     """Fault: a copy holds the rows of a forward of the first, or both give out one another's."""
     model = llama()

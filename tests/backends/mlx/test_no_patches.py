@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,12 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="needs MLX: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
 pytest.importorskip("mlx_lm", reason="needs mlx-lm: pip install 'dflash[mlx]' (Linux: 'dflash[mlx-cpu]')")
 
+from mlx.utils import tree_map  # noqa: E402
+
 from dflash.backends.mlx.target import MLXTarget  # noqa: E402
 from dflash.types import Proposal  # noqa: E402
 from tests.backends import tiny_pair  # noqa: E402
-from tests.backends.mlx.families import FAMILIES, MAX_LENGTH  # noqa: E402
+from tests.backends.mlx.families import FAMILIES, MAX_LENGTH, tokens  # noqa: E402
 from tests.backends.pairs import GREEDY, PROMPTS, open_mlx_engine  # noqa: E402
 from tests.backends.tiny_pair import random_draft, save_draft  # noqa: E402
 
@@ -63,3 +68,29 @@ def test_modules_and_classes_stay_as_they_were(target_folder: Path, trained_fold
     after = attributes()
     changed = [key for key, value in before.items() if after.get(key) is not value]
     assert changed == []
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deep", "pickle"]
+)
+@pytest.mark.parametrize("name", ["Llama", "Qwen3.5"])
+def test_a_copy_of_an_open_target_is_a_model_of_its_own(name: str, how: Callable[[Any], Any]) -> None:
+    """Fault: layers of a class made for an open target cannot be stored, or a deep copy's tell that target what they
+    compute, which knows nothing of them."""
+    model = FAMILIES[name].build()
+    kinds = [type(module) for module in model.modules()]
+    target = MLXTarget(model, max_length=MAX_LENGTH, taps=(0, 1))
+    assert (target.no_trees is None) == (name == "Llama")
+    assert [type(module) for module in model.modules()] != kinds
+    ids = mx.array([tokens(9)])
+    expected = model(ids)
+    twin = how(model)
+    assert [type(module) for module in twin.modules()] == kinds
+    with target.recorder.recording() as rows:
+        model(ids)
+        twin(ids[:, :4])
+    assert [one.shape[1] for one in rows] == [9, 9]
+    model.update(tree_map(mx.zeros_like, model.parameters()))
+    assert mx.array_equal(twin(ids), expected)
+    target.close()
+    assert [type(module) for module in model.modules()] == kinds

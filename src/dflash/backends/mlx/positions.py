@@ -10,9 +10,11 @@ class of their own and their old one back; no class is patched, and other instan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import mlx.core as mx
+
+from dflash.backends.mlx.instances import reduced_as
 
 
 class RowPositions:
@@ -63,6 +65,10 @@ class _ByRow:
             return own
         turned: mx.array = super().__call__(x.swapaxes(0, -2), rows, *arguments, **keywords)  # type: ignore[misc]
         return turned.swapaxes(0, -2)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy, stored or not, has the embedding's own class."""
+        return reduced_as(type(self).__mro__[2], cast("tuple[Any, ...]", super().__reduce_ex__(protocol)))
 
 
 def _rows(x: mx.array, offset: Any) -> mx.array | None:

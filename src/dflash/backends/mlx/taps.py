@@ -10,10 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
+from dflash.backends.mlx.instances import reduced_as
 from dflash.backends.mlx.states.recurrent import Call, RecurrentState
 
 
@@ -79,6 +80,10 @@ class _Watched:
         for watcher in self.dflash_watchers:
             watcher.called(self, arguments, keywords, output)
         return output
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy, stored or not, has the layer's own class."""
+        return reduced_as(type(self).__mro__[2], cast("tuple[Any, ...]", super().__reduce_ex__(protocol)))
 
 
 def _watch(layer: Any, watcher: LayerRecorder) -> None:

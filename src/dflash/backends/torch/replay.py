@@ -50,8 +50,8 @@ class Replay:
         """Module, our forward, and what its instance had before."""
         for layer, module in self._modules.items():
             for projection in filter(_is_projection, module.modules()):
-                self._wrap(projection, self._project(projection, projection.forward))
-            self._wrap(module, self._recur(layer, module.forward))
+                self._wrap(projection, _Projection(projection, self._local))
+            self._wrap(module, _Recurrence(layer, module, self._recur))
 
     def covers(self, cache: SessionCache) -> bool:
         """Whether every layer that cannot keep a part of the fed rows can be run again here."""
@@ -103,44 +103,22 @@ class Replay:
         self._wrapped.append((module, forward, module.__dict__.get("forward")))
         module.__dict__["forward"] = forward
 
-    def _project(self, projection: nn.Module, original: _Forward) -> _Forward:
-        """A projection that records its outputs, or answers from a record."""
-        local = self._local
-
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            answers: dict[nn.Module, list[torch.Tensor]] | None = getattr(local, "answers", None)
-            if answers is not None:
-                if projection is getattr(local, "last", None):
-                    local.last_inputs.append(args[0])
-                return answers[projection].pop(0)
-            output: torch.Tensor = original(*args, **kwargs)
-            running: Record | None = getattr(local, "record", None)
-            if running is not None:
-                running.outputs.setdefault(projection, []).append(output)
-            return output
-
-        return forward
-
-    def _recur(self, layer: int, original: _Forward) -> _Forward:
-        """A recurrent module that records its arguments."""
-        local = self._local
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            running: Record | None = getattr(local, "record", None)
-            if running is None:
-                return original(*args, **kwargs)
-            running.inputs[layer] = (args, kwargs)
-            before = set(running.outputs)
-            returned: Any = original(*args, **kwargs)
-            block = returned[0] if isinstance(returned, tuple) else returned  # some modules return their state as well
-            outputs = {module: rows for module, rows in running.outputs.items() if module not in before}
-            last = next((module for module, rows in outputs.items() if rows[-1] is block), None)
-            if not local.rows_alone or last is None or block.shape[1] == 1:
-                return returned
-            block = self._row_by_row(layer, original, (args, kwargs), outputs, last)
-            return (block, *returned[1:]) if isinstance(returned, tuple) else block
-
-        return forward
+    def _recur(self, forward: _Recurrence, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a recurrent module and record its arguments."""
+        local, layer, original = self._local, forward.layer, forward.original
+        running: Record | None = getattr(local, "record", None)
+        if running is None:
+            return original(*args, **kwargs)
+        running.inputs[layer] = (args, kwargs)
+        before = set(running.outputs)
+        returned: Any = original(*args, **kwargs)
+        block = returned[0] if isinstance(returned, tuple) else returned  # some modules return their state as well
+        outputs = {module: rows for module, rows in running.outputs.items() if module not in before}
+        last = next((module for module, rows in outputs.items() if rows[-1] is block), None)
+        if not local.rows_alone or last is None or block.shape[1] == 1:
+            return returned
+        block = self._row_by_row(layer, original, (args, kwargs), outputs, last)
+        return (block, *returned[1:]) if isinstance(returned, tuple) else block
 
     def _row_by_row(
         self,
@@ -175,6 +153,54 @@ class Replay:
         finally:
             local.answers = local.last = None
             local.record = record
+
+
+class _Wrapper:
+    """A forward of ours on an instance. A copy of the instance, stored or not, gets the forward that ours stands in
+    for: it belongs to no target."""
+
+    def __init__(self, original: _Forward) -> None:
+        self.original = original
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_it_was, (self.original,)
+
+
+class _Projection(_Wrapper):
+    """Records the outputs of a projection, or answers from a record."""
+
+    def __init__(self, projection: nn.Module, local: threading.local) -> None:
+        super().__init__(projection.forward)
+        self._projection, self._local = projection, local
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        local = self._local
+        answers: dict[nn.Module, list[torch.Tensor]] | None = getattr(local, "answers", None)
+        if answers is not None:
+            if self._projection is getattr(local, "last", None):
+                local.last_inputs.append(args[0])
+            return answers[self._projection].pop(0)
+        output: torch.Tensor = self.original(*args, **kwargs)
+        running: Record | None = getattr(local, "record", None)
+        if running is not None:
+            running.outputs.setdefault(self._projection, []).append(output)
+        return output
+
+
+class _Recurrence(_Wrapper):
+    """Records the arguments of a recurrent module."""
+
+    def __init__(self, layer: int, module: nn.Module, run: Callable[[_Recurrence, Any, Any], Any]) -> None:
+        super().__init__(module.forward)
+        self.layer, self._run = layer, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self, args, kwargs)
+
+
+def _as_it_was(forward: _Forward) -> _Forward:
+    """What a copied wrapper becomes; a bound method is by then one of the copied module."""
+    return forward
 
 
 def _of_rows(values: Any, first: int, end: int) -> Any:

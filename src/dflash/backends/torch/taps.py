@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from dflash.errors import UnsupportedModel
@@ -25,24 +25,7 @@ class TapRecorder:
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
         self._local = threading.local()
-        self._handles = [self._attach(slot, layer) for slot, layer in enumerate(layers)]
-
-    def _attach(self, slot: int, layer: torch.nn.Module) -> RemovableHandle:
-        local = self._local
-
-        def record(module: torch.nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-            rows: dict[int, torch.Tensor] | None = getattr(local, "rows", None)
-            if rows is None:
-                return
-            hidden = output[0] if isinstance(output, tuple) else output  # some families return tuples
-            if hidden.ndim != 3:
-                raise UnsupportedModel(
-                    f"{type(module).__name__} returns {hidden.ndim - 2} streams of hidden states, not one, so that a "
-                    "draft cannot read it; use this target without a draft."
-                )
-            rows[slot] = hidden
-
-        return layer.register_forward_hook(record)
+        self._handles = [layer.register_forward_hook(_Tap(slot, self._local)) for slot, layer in enumerate(layers)]
 
     @contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:
@@ -61,6 +44,35 @@ class TapRecorder:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
+
+
+class _Tap:
+    """The hook on one tapped layer."""
+
+    def __init__(self, slot: int, local: threading.local) -> None:
+        self._slot, self._local = slot, local
+
+    def __call__(
+        self, module: torch.nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> None:
+        rows: dict[int, torch.Tensor] | None = getattr(self._local, "rows", None)
+        if rows is None:
+            return
+        hidden = output[0] if isinstance(output, tuple) else output  # some families return tuples
+        if hidden.ndim != 3:
+            raise UnsupportedModel(
+                f"{type(module).__name__} returns {hidden.ndim - 2} streams of hidden states, not one, so that a "
+                "draft cannot read it; use this target without a draft."
+            )
+        rows[self._slot] = hidden
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copied layer, stored or not, has a hook that nobody records by."""
+        return _idle_tap, (self._slot,)
+
+
+def _idle_tap(slot: int) -> _Tap:
+    return _Tap(slot, threading.local())
 
 
 def concatenate(rows: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
