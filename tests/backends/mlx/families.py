@@ -188,7 +188,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 }
             },
             "full",
-            no_trees="more than a rotary embedding",
         ),
         "LFM2": Family(
             "lfm2",

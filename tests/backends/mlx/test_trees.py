@@ -85,9 +85,19 @@ def test_quantised_keys_and_values_move_as_well() -> None:
     shared.close()
 
 
+def test_scales_by_position_follow_the_depth_beside_windows() -> None:
+    """Fault: a model that scales queries by position counts from the state of a layer with a window."""
+    family = FAMILIES["Ministral 3"]
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    model = type(family)(family.module, {**family.changes, **kinds}, family.states).build()
+    shared = MLXTarget(model, max_length=MAX_LENGTH, taps=(0, 1), exact_width=12)
+    compare_paths(shared, exact=True)
+    shared.close()
+
+
 @pytest.mark.parametrize("name", WITHOUT)
 def test_models_that_cannot_hold_branches_say_why(name: str) -> None:
-    """Fault: a recurrent layer runs all branches one after the other, or a scale by position follows the rows."""
+    """Fault: a recurrent layer runs all branches one after the other."""
     model = FAMILIES[name].build()
     shared = MLXTarget(model, max_length=MAX_LENGTH, fast_rollback=False)
     kinds = [type(module) for module in model.modules()]
@@ -196,6 +206,13 @@ def test_positions_are_of_no_use_to_anybody_else() -> None:
             use(positions)
     assert not positions.was_copied
     assert (mx.arange(3) + positions).tolist() == [3, 5, 6]
+    assert positions.was_copied
+
+
+def test_a_model_that_counts_on_gets_each_rows_position() -> None:
+    """Fault: rows of a tree are counted on from their own positions, or nobody learns that they left the object."""
+    positions = RowPositions((3, 4, 4), counted_on=True)
+    assert (mx.arange(3) + positions).tolist() == positions.rows.tolist() == [3, 4, 4]
     assert positions.was_copied
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version as installed
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,6 +35,14 @@ _ROPES = frozenset(
     }
 )
 """Not those whose base follows the length of the text."""
+
+OffsetUse: TypeAlias = Literal["turns", "counts on"]
+_OFFSET_USES: Mapping[str, OffsetUse] = MappingProxyType(
+    {
+        "mlx_lm.models.gemma4_text": "turns",  # an array, which it hands to rotary embeddings alone
+        "mlx_lm.models.ministral3": "counts on",  # 0, 1, ... + offset, by which queries are scaled
+    }
+)
 
 
 def check_mlx_lm(version: str | None = None) -> None:
@@ -140,10 +149,11 @@ def rotary_embeddings(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__ in _ROPES]
 
 
-def copies_offsets(model: nn.Module) -> bool:
-    """Whether the layers make an array of their cache's offset and hand that to rotary embeddings alone."""
+def offset_use(model: nn.Module) -> OffsetUse | None:
+    """What the model does with an array of its cache's offset, besides handing it to rotary embeddings; None = nothing,
+    or nothing that is known here."""
     kinds = type(decoder_layers(model)[0]).__mro__
-    return any(kind.__module__ == "mlx_lm.models.gemma4_text" for kind in kinds)
+    return next((_OFFSET_USES[kind.__module__] for kind in kinds if kind.__module__ in _OFFSET_USES), None)
 
 
 def head_rows(head: nn.Module, ids: mx.array) -> mx.array:

@@ -20,15 +20,17 @@ from dflash.backends.mlx.instances import reduced_as
 class RowPositions:
     """Stands for the offset of a forward whose rows do not follow each other."""
 
-    def __init__(self, rows: Sequence[int]) -> None:
-        """`rows`: position of each row fed."""
+    def __init__(self, rows: Sequence[int], *, counted_on: bool = False) -> None:
+        """`rows`: position of each row fed. `counted_on`: the model adds the array that it makes of this object to
+        0, 1, ... and takes the sums for the rows' positions; so the array is what makes them that."""
         self.rows = mx.array(list(rows), dtype=mx.int32)
+        self._counted_on = counted_on
         self.was_copied = False
         """Whether the positions left this object: as an array they could be used for anything."""
 
     def __mlx_array__(self) -> mx.array:
         self.was_copied = True
-        return self.rows
+        return self.rows - mx.arange(len(self.rows)) if self._counted_on else self.rows
 
     def _no_number(self, *_: object) -> NoReturn:
         raise TypeError("positions are no number")

@@ -55,13 +55,15 @@ def _state(span: Span, native: Any, kv_bits: int | None) -> LayerState:
 class SessionCache:
     """All layers' states; `layers` is what mlx-lm's models take as their cache."""
 
-    def __init__(self, natives: Sequence[Any], kv_bits: int | None = None) -> None:
+    def __init__(self, natives: Sequence[Any], kv_bits: int | None = None, *, counted_on: bool = False) -> None:
         """
         Args:
             natives: the caches that mlx-lm would use for this model, checked by `check_states`.
             kv_bits: quantise keys and values of the whole context to so many bits; windows stay as they are.
+            counted_on: of `RowPositions`.
         """
         self.span = Span()
+        self._counted_on = counted_on
         self.layers = [_state(self.span, native, kv_bits) for native in natives]
 
     @property
@@ -101,7 +103,10 @@ class SessionCache:
         if span.num_rows:
             self.commit(())
         span.num_rows, span.in_buckets, span.tree = num_rows, buckets, tree
-        span.positions = None if tree is None else RowPositions(row_positions(span.start, num_rows, tree))
+        span.positions = None
+        if tree is not None:
+            positions = row_positions(span.start, num_rows, tree)
+            span.positions = RowPositions(positions, counted_on=self._counted_on)
         for layer in self.layers:
             layer.begin()
 

@@ -180,7 +180,7 @@ class MLXTargetSession:
         self._exact = exact
         self._features = features and bool(target.taps)
         self._least_width = target.exact_width if exact else 1
-        self._cache = SessionCache(compat.layer_caches(target.model), target.kv_bits)
+        self._cache = _fresh_cache(target.model, target.kv_bits)
         self._fed = mx.array([], dtype=mx.int32)  # ids of the last verify, padding included
         self._num_fed = 0  # rows of the last verify that nobody has committed yet
         self._rounds = 0
@@ -312,13 +312,17 @@ class MLXTargetSession:
         return logits[0], features
 
 
+def _fresh_cache(model: nn.Module, kv_bits: int | None) -> SessionCache:
+    counted_on = compat.offset_use(model) == "counts on"
+    return SessionCache(compat.layer_caches(model), kv_bits, counted_on=counted_on)
+
+
 def _trial(model: nn.Module, kv_bits: int | None) -> str | None:
     """Why `model` cannot be fed a tree, or None. Nothing is computed: what a layer does with the positions of a tree,
     apart from turning keys and queries by them, fails while the graph is built."""
     name = compat.model_name(model)
-    natives, tree = compat.layer_caches(model), Proposal.tree((0, 0, 0), (0, 0, 1))
-    cache = SessionCache(natives, kv_bits)
-    for native, layer in zip(natives, cache.layers, strict=True):
+    cache, tree = _fresh_cache(model, kv_bits), Proposal.tree((0, 0, 0), (0, 0, 1))
+    for native, layer in zip(compat.layer_caches(model), cache.layers, strict=True):
         if not layer.supports_trees:
             kinds = " and ".join(type(part).__name__ for part in getattr(native, "caches", (native,)))
             return f"a layer of {name} keeps its state in {kinds}, which sums up all rows"
@@ -329,6 +333,6 @@ def _trial(model: nn.Module, kv_bits: int | None) -> str | None:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         return f"layers of {name} use positions for more than a rotary embedding ({what})"
     positions = cache.span.positions
-    if positions is not None and positions.was_copied and not compat.copies_offsets(model):
+    if positions is not None and positions.was_copied and compat.offset_use(model) is None:
         return f"layers of {name} use positions for more than a rotary embedding"
     return None
