@@ -65,8 +65,8 @@ MUTATIONS = (
         "B3",
         "a tap is what enters its layer",
         "backends/torch/taps.py",
-        "            rows[slot] = hidden\n",
-        "            rows[slot] = inputs[0] if isinstance(inputs, tuple) and inputs else hidden\n",
+        "        rows[self._slot] = hidden\n",
+        "        rows[self._slot] = inputs[0] if isinstance(inputs, tuple) and inputs else hidden\n",
         ("backends/test_target.py::test_taps_are_layer_outputs",),
     ),
     Mutation(
