@@ -15,8 +15,8 @@ from dflash.registry import load_attribute
 from dflash.types import Result
 
 PROMPTS = ("Why is the sky blue?", "x", "Ein längerer Satz, mit Umlauten: äöü. " * 5)
-NUM_TOKENS = 40
-"""A wrong row shows within a few tokens; a draft that knows the text takes at least five rounds of whole blocks."""
+NUM_TOKENS = 32
+"""A wrong row shows within a few tokens; a draft that knows the text takes at least four rounds of whole blocks."""
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, seed=11)
 

@@ -64,7 +64,8 @@ def test_random_and_trained_drafts_change_nothing(
         drafted = pair.generate(prompt, params, drafting=Drafting(fixed=True))
         assert drafted.token_ids == plain.token_ids
         assert drafted.text == plain.text
-        assert pair.generate(prompt, params).token_ids == plain.token_ids
+        if prompt is PROMPTS[-1]:  # by cost; other prompts: test_adaptive_engine.py
+            assert pair.generate(prompt, params).token_ids == plain.token_ids
         assert plain.stats.num_proposed == 0 < drafted.stats.num_proposed
         accepted.append(drafted.stats.num_accepted)
     if params is GREEDY:  # otherwise the equality above would only have tested rejections
@@ -115,7 +116,8 @@ def test_same_text_at_any_width(trained: Engine, plain_texts: PlainTexts, width:
     assert drafted.token_ids == plain.token_ids
     assert max(drafted.stats.acceptance_lengths) <= (width or 8)
     assert len(drafted.stats.proposed_per_slot) == (width or 8) - 1
-    for choice in (Drafting(width=width), Drafting(width=width, mode="fast", draws=False)):
+    by_cost = (Drafting(width=width), Drafting(width=width, mode="fast", draws=False))
+    for choice in by_cost if width is None else by_cost[width % 2 :][:1]:
         chosen = trained.generate(PROMPTS[0], params, drafting=choice)
         assert chosen.token_ids == plain.token_ids
         assert max(chosen.stats.rows) <= (width or 16)
