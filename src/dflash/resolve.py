@@ -69,6 +69,13 @@ def log_steps(logger: logging.Logger) -> Progress:
     return report
 
 
+def refuse_missing(spec: str, role: str) -> None:
+    """Raise what `resolve_target` and `resolve_draft` say of a path to nothing, before anybody has imported a tensor
+    library for it; `role` is "target" or "draft". Names and hub ids are left to them."""
+    if spec not in (TARGETS if role == "target" else DRAFTS):
+        _local(spec, role)
+
+
 def resolve_target(
     spec: str,
     *,

@@ -11,7 +11,7 @@ from dflash.cli.options import DEFAULT_BACKEND, ChainOptions, EngineOptions, Mod
 from dflash.cli.progress import working
 from dflash.errors import ConfigError
 from dflash.registry import backend_loader
-from dflash.resolve import AUTO
+from dflash.resolve import AUTO, refuse_missing
 
 if TYPE_CHECKING:
     from dflash.core.engine import Engine
@@ -31,6 +31,9 @@ def open_engine(options: ModelOptions) -> Engine:
     drafting = options.drafting()
     backend = options.backend if isinstance(options, EngineOptions) else DEFAULT_BACKEND
     own = _backend_options(options, backend)
+    refuse_missing(options.target, "target")
+    if not plain:
+        refuse_missing(options.draft, "draft")
     with working("starting") as progress:
         engine: Engine = loader(backend)(
             options.target,
