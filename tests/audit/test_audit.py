@@ -90,10 +90,10 @@ def test_copies_alone_can_be_audited(engine: Engine, monkeypatch: pytest.MonkeyP
     assert all(text.num_guesses > 0 for text in report.texts if text.form in ("all guesses", "trees"))
 
 
-def test_progress_is_told(engine: Engine) -> None:
+def test_progress_is_told(torch_engine: TorchEngine) -> None:
     """Guards against minutes of silence."""
     told: list[tuple[str, float | None]] = []
-    audit(engine, PROMPTS[:1], Workload(max_new_tokens=2, num_runs=1), progress=lambda *step: told.append(step))
+    audit(torch_engine, PROMPTS[:1], Workload(max_new_tokens=2, num_runs=1), progress=lambda *step: told.append(step))
     assert len({what for what, _ in told}) == 4
     assert told[-1] == ("sampling", 1.0)
 
@@ -175,7 +175,7 @@ def test_an_acceptor_that_takes_one_too_many_is_caught(engine: Engine, monkeypat
     caught(engine, "instead of", "bare model says")
 
 
-def test_copies_that_are_believed_are_caught(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_are_believed_are_caught(torch_engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault that whole blocks of the draft never show: the first copy of a round is taken without being verified."""
 
     def believing(proposal: Proposal, right: Acceptance) -> Acceptance:
@@ -183,20 +183,20 @@ def test_copies_that_are_believed_are_caught(engine: Engine, monkeypatch: pytest
             return right
         return Acceptance.chain(max(right.num_accepted, 1 + proposal.sources.index("copy")), right.next_token)
 
-    tamper(monkeypatch, engine, believing)
-    report = audit(engine, PROMPTS, Workload(max_new_tokens=NUM_TOKENS, num_runs=1))
+    tamper(monkeypatch, torch_engine, believing)
+    report = audit(torch_engine, PROMPTS, Workload(max_new_tokens=NUM_TOKENS, num_runs=1))
     wrong = {text.form for text in report.texts if not text.passed}
     assert "all guesses" in wrong
     assert "whole blocks" not in wrong
 
 
 def test_an_acceptor_that_is_wrong_with_and_without_a_draft_is_caught(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    torch_engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both forms say the neighbour of the best token, so that their texts agree."""
-    size = engine.target.vocab_size
-    tamper(monkeypatch, engine, lambda proposal, right: Acceptance.chain(0, (right.next_token + 1) % size))
-    caught(engine, "bare model says")
+    size = torch_engine.target.vocab_size
+    tamper(monkeypatch, torch_engine, lambda proposal, right: Acceptance.chain(0, (right.next_token + 1) % size))
+    caught(torch_engine, "bare model says")
 
 
 def test_biased_sampling_is_caught(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

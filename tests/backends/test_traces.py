@@ -18,7 +18,7 @@ from tests.backends.pairs import GREEDY, PROMPTS, OpenEngine
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "replay_rounds.py"
 COSTS = Costs.through({1: 1.0, 16: 1.6}, 0.2)
-FILTERED = SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=0.7, top_k=30, seed=5)
+FILTERED = SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=0.7, top_k=30, seed=5)
 
 
 @pytest.fixture(scope="module")

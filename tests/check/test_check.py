@@ -15,7 +15,7 @@ from dflash.prepare.prompts import read_prompts
 from dflash.types import SamplingParams
 from tests.backends.pairs import load_with_taps
 from tests.backends.tiny_pair import draft_config, edit_config, random_draft, save_draft, save_target, train_draft
-from tests.cli.fakes import CommandLine, Outcome
+from tests.cli.fakes import CommandLine, Outcome, runs_once
 
 PROMPT = "Why is the sky blue?"
 LENGTH = 44
@@ -139,8 +139,9 @@ def run(command_line: CommandLine, pair: Pair, draft: Path, *words: str, backend
     return command_line.run("check", str(pair.target), str(draft), *shared, *words)
 
 
-def test_command(pair: Pair, backend: str, command_line: CommandLine) -> None:
+def test_command(pair: Pair, backend: str, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a record without what a later report must name, and a table without the verdict."""
+    runs_once(monkeypatch, "dflash.check.run.check")
     outcome = run(command_line, pair, pair.draft, "--json", backend=backend)
     assert outcome.code == 0, outcome.err
     record = json.loads(outcome.out)
@@ -160,9 +161,10 @@ def test_command(pair: Pair, backend: str, command_line: CommandLine) -> None:
         assert word in shown.out
 
 
-def test_too_few_places(pair: Pair, backend: str, command_line: CommandLine) -> None:
+def test_too_few_places(pair: Pair, backend: str, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against "usable" beside "too few places to judge", and against a judgement by three places: what was
     judged (the description) decides the code, what was not is said."""
+    runs_once(monkeypatch, "dflash.check.run.check")
     outcome = run(command_line, pair, pair.draft, "-n", "4", backend=backend)
     assert outcome.code == 0
     assert "only 3 places were probed" in outcome.out

@@ -23,6 +23,7 @@ from dflash.core.engine import StreamEvent
 from dflash.core.engine_info import EngineInfo
 from dflash.core.exactness import WidthClass
 from dflash.errors import PromptError
+from dflash.registry import load_attribute
 from dflash.types import Result, Round, SamplingParams, Stats
 
 Prompt = str | Sequence[Mapping[str, str]]
@@ -169,3 +170,16 @@ class CommandLine:
             code = leave.code if isinstance(leave.code, int) else 0
         captured = self._capsys.readouterr()
         return Outcome(code, captured.out, captured.err)
+
+
+def runs_once(patch: pytest.MonkeyPatch, place: str) -> None:
+    """The function at `place` ("module.name") runs once; later calls get what it returned then. For a verb that shows
+    one report in several forms: how it comes about is tested by the first."""
+    original, found = load_attribute(":".join(place.rsplit(".", 1))), list[Any]()
+
+    def remembered(*arguments: Any, **options: Any) -> Any:
+        if not found:
+            found.append(original(*arguments, **options))
+        return found[0]
+
+    patch.setattr(place, remembered)

@@ -9,14 +9,15 @@ import pytest
 
 from dflash.audit.states import WidthAudit
 from tests.backends.tiny_pair import save_draft, save_target
-from tests.cli.fakes import CommandLine, Outcome
+from tests.cli.fakes import CommandLine, Outcome, runs_once
 
 SMALL = ("--dtype", "float32", "--device", "cpu", "--threads", "1", "-n", "6", "--runs", "2", "--limit", "1")
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> tuple[str, str]:
-    return str(save_target(tmp_path / "target")), str(save_draft(tmp_path / "draft"))
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("pair")
+    return str(save_target(folder / "target")), str(save_draft(folder / "draft"))
 
 
 @pytest.fixture
@@ -28,8 +29,12 @@ def audit(command_line: CommandLine, pair: tuple[str, str], *words: str) -> Outc
     return command_line.run("audit", *pair, *SMALL, *words)
 
 
-def test_record_and_table(command_line: CommandLine, pair: tuple[str, str]) -> None:
-    """Guards against a record without the shares that flatter a speed-up, or a table that shows something else."""
+def test_record_table_and_exit_code(
+    command_line: CommandLine, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a record without the shares that flatter a speed-up, a table that shows something else, or a
+    script that takes a failed audit for a passed one."""
+    runs_once(monkeypatch, "dflash.audit.run.audit")
     outcome = audit(command_line, pair, "--json")
     assert outcome.code == 0, outcome.err
     record = json.loads(outcome.out)
@@ -45,17 +50,11 @@ def test_record_and_table(command_line: CommandLine, pair: tuple[str, str]) -> N
     assert "verdict: no fault was found" in shown.out
     for word in ("width classes", "rejected rows", "same tokens", "decisions on one block", "looping"):
         assert word in shown.out
-
-
-def test_a_fault_is_exit_code_1(
-    command_line: CommandLine, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a script that takes a failed audit for a passed one."""
     monkeypatch.setattr(WidthAudit, "passed", False)
-    outcome = audit(command_line, pair)
-    assert outcome.code == 1
-    assert "FAULT: " in outcome.out
-    assert "verdict: 1 faults" in outcome.out
+    faulty = audit(command_line, pair)
+    assert faulty.code == 1
+    assert "FAULT: " in faulty.out
+    assert "verdict: 1 faults" in faulty.out
 
 
 def test_bad_input_is_exit_code_2(command_line: CommandLine, pair: tuple[str, str]) -> None:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ def _prepare(folder: Path, out: str, **options: Any) -> PrepareSummary:
     if not prompts.exists():
         write_prompts(prompts, NUM_PROMPTS)
     return prepare(prompts, folder / out, "tiny", **{"loader": loader(), **OPTIONS, **options})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Mapping[float, Path]:
+    """Temperature -> the folder of a run that nobody interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    for temperature in (0.0, 1.0):
+        _prepare(folder, str(temperature), temperature=temperature)
+    return {temperature: folder / str(temperature) for temperature in (0.0, 1.0)}
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -82,16 +92,15 @@ def test_batches_do_not_change_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("num_reports", "num_resumed"), [(1, 0), (4, 0), (6, 1), (9, 2)])
 def test_interrupted_run_goes_on_to_the_same_bytes(
-    tmp_path: Path, temperature: float, num_reports: int, num_resumed: int
+    whole: Mapping[float, Path], tmp_path: Path, temperature: float, num_reports: int, num_resumed: int
 ) -> None:
     """Guards against loss, duplicates and a shifted random stream after an interruption inside any shard."""
-    _prepare(tmp_path, "whole", temperature=temperature)
     with pytest.raises(KeyboardInterrupt):
         _prepare(tmp_path, "cut", temperature=temperature, progress=_StopAfter(num_reports))
     assert not (tmp_path / "cut" / MANIFEST_NAME).exists()
     summary = _prepare(tmp_path, "cut", temperature=temperature)
     assert summary.num_resumed_shards == num_resumed
-    assert _contents(tmp_path / "cut") == _contents(tmp_path / "whole")
+    assert _contents(tmp_path / "cut") == _contents(whole[temperature])
 
 
 CHILD = """
@@ -110,10 +119,10 @@ prepare(Path(sys.argv[1]), Path(sys.argv[2]), "tiny", loader=loader(), progress=
 """
 
 
-def test_killed_process_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_process_goes_on_to_the_same_bytes(whole: Mapping[float, Path], tmp_path: Path) -> None:
     """Guards against state that only an orderly exit writes or frees: a real kill -9 inside the second shard, with a
     half-written temporary file left as a kill inside a write leaves it, and a lock that the dead process held."""
-    _prepare(tmp_path, "whole")
+    write_prompts(tmp_path / "prompts.jsonl", NUM_PROMPTS)
     root = Path(__file__).parents[2]
     search = f"import sys; sys.path[:0] = [{str(root / 'src')!r}, {str(root)!r}]\n"
     command = [sys.executable, "-c", search + CHILD, str(tmp_path / "prompts.jsonl"), str(tmp_path / "cut")]
@@ -123,7 +132,7 @@ def test_killed_process_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "cut" / ".answers-00001.jsonl.4711.tmp").write_text('{"id": "p8", "prompt_')
     summary = _prepare(tmp_path, "cut")
     assert summary.num_resumed_shards == 1
-    assert _contents(tmp_path / "cut") == _contents(tmp_path / "whole")
+    assert _contents(tmp_path / "cut") == _contents(whole[0.0])
 
 
 def test_finished_run_returns_without_the_target(tmp_path: Path) -> None:
