@@ -97,6 +97,47 @@ def test_found_class_gives_the_same_bits_in_use(family: Callable[[], PreTrainedM
 
 
 @pytest.mark.parametrize(
+    ("family", "attention", "dtype"),
+    [
+        ("Llama", "sdpa", torch.float32),
+        ("Qwen3", "eager", torch.float32),
+        ("Llama", "sdpa", torch.bfloat16),
+        ("Gemma 3", "sdpa", torch.float32),
+    ],
+    ids=str,
+)
+def test_no_number_of_keys_changes_a_bit(family: str, attention: str, dtype: torch.dtype) -> None:
+    """Fault: a plain step still fits into a bucket of keys, a block behind the same text needs the next one, and the
+    kernel sums so many keys in another order (MKL: 193 to 383). Texts over every border up to 1,300 tokens, where
+    blocks begin before it and end behind it."""
+    model = wide(family, head_dim=64).to(dtype)
+    model.set_attn_implementation(attention)
+    for layer in model.get_decoder().layers:
+        layer.self_attn.o_proj.weight.data.mul_(100)  # so that what attention adds is not lost in what it adds to
+    found = probe(model, max_width=16)
+    if not found.holds:
+        pytest.skip(f"no width class on this machine: {found.reason}")
+    target = TorchTarget(model, exact_width=found.width, key_lengths=found.key_lengths)
+    text = tokens(1300, seed=7)
+    session = target.session()
+    for border in range(32, 1300, 32):
+        last = border - found.width  # where a plain step, padded, still fits
+        session.prefill(text[session.num_tokens : last])
+        step = session.verify(text[last], Proposal()).logits
+        block = session.verify(text[last], Proposal(tuple(text[last + 1 : last + 8]))).logits
+        assert torch.equal(step[0], block[0]), border
+    target.close()
+
+
+def test_sums_that_depend_on_every_number_of_keys_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: where no numbers of keys agree, decoding is called exact all the same."""
+    monkeypatch.setattr("dflash.backends.torch.exactness.measured_lengths", lambda target: None)
+    found = probe(llama(), max_width=16)
+    assert not found.holds
+    assert "how many keys" in found.reason
+
+
+@pytest.mark.parametrize(
     ("fault", "expected"),
     [
         (lambda width, offset, num_keys: 0, (True, 1, 1)),
@@ -157,10 +198,10 @@ def test_short_contexts_limit_the_probe() -> None:
     assert probe(llama(max_length=16), max_width=32).widths_tried[-1] == 5
 
 
-def wide(family: str) -> PreTrainedModel:
+def wide(family: str, head_dim: int = 16) -> PreTrainedModel:
     """The tiny model with heads of 16: with 8, attention kernels have no width class."""
     architecture = ARCHITECTURES[family]
-    heads = {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16, "max_position_embeddings": 2048}
+    heads = {"hidden_size": 96, "num_attention_heads": 6, "head_dim": head_dim, "max_position_embeddings": 2048}
     if family == "Granite 4":
         heads |= {"mamba_d_head": 24, "num_local_experts": 0}
     return dataclasses.replace(architecture, changes={**architecture.changes, **heads}).build()

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from dflash.backends.torch.compat import LayerSpec
 from dflash.backends.torch.state import BUCKET, SessionCache, check_states
 from dflash.backends.torch.target import TorchTarget, TorchTargetSession
+from dflash.core.key_lengths import KeyLengths
 from dflash.errors import UnsupportedModel
 from dflash.types import Proposal
 from tests.backends.tiny_targets import FAMILIES, NUM_LAYERS, llama, tokens
@@ -114,14 +115,14 @@ def test_growth_over_buckets_keeps_the_state(exact: bool) -> None:
 
 def test_keys_returned_are_whole_buckets_on_demand() -> None:
     """Fault: the shape of attention changes with every token, or returns more than the text needs."""
-    cache = SessionCache([LayerSpec("DynamicLayer")], bucket=8)
+    cache = SessionCache([LayerSpec("DynamicLayer")], KeyLengths((8,)), bucket=8)
     cache.reserve(40)
-    assert cache.begin(3, buckets=False) == 3
-    assert cache.begin(3, buckets=True) == 8
+    assert cache.begin(3, exact=False) == 3
+    assert cache.begin(3, exact=True) == 8
     cache.commit(range(3))
-    assert cache.begin(6, buckets=True) == 16
+    assert cache.begin(6, exact=True) == 16
     cache.return_at_least(41)
-    assert cache.begin(1, buckets=True) == 48
+    assert cache.begin(1, exact=True) == 48
     assert cache.capacity >= 48
 
 

@@ -92,7 +92,7 @@ def test_a_window_over_a_long_text(window: int, exact: bool) -> None:
     longest = 0
     while cache.num_tokens < 5 * PAGE:
         start, num_rows = cache.num_tokens, random.choice([1, 5, 16, 300])
-        cache.begin(num_rows, buckets=exact)
+        cache.begin(num_rows, exact=exact)
         rows = torch.arange(start, start + num_rows, dtype=torch.float32)[None, None, :, None]
         keys, values = cache.update(rows, -rows, 0)
         num_keys, first = cache.get_mask_sizes(num_rows, 0)
@@ -137,9 +137,9 @@ def test_window_masks_equal_their_definition(chunked: bool) -> None:
         cache = SessionCache(
             [LayerSpec("DynamicLayer"), LayerSpec("DynamicSlidingWindowLayer", "sliding_attention", window)]
         )
-        cache.begin(start, buckets=False)
+        cache.begin(start, exact=False)
         cache.commit(range(start))
-        cache.begin(num_rows, buckets=True)
+        cache.begin(num_rows, exact=True)
         full = BlockMask(torch.device("cpu"), torch.float32).rows(start, num_rows, cache.span.num_keys, 128)
         if proposal.parents is not None:
             both: Any = session_masks([LayerSpec("DynamicLayer")]).of(cache, num_rows, proposal)
@@ -168,13 +168,13 @@ def test_masks_by_kind_of_attention() -> None:
         ([full, window, shared], {"full_attention", "sliding_attention", "linear_attention", "conv"}),
     ]:
         cache = SessionCache(specs)
-        cache.begin(10, buckets=False)
+        cache.begin(10, exact=False)
         cache.commit(range(10))
-        cache.begin(3, buckets=False)
+        cache.begin(3, exact=False)
         mask = session_masks(specs).of(cache, 3, Proposal((1, 2)))
         assert (set(mask) if isinstance(mask, dict) else None) == keys
     cache = SessionCache([recurrent])
-    cache.begin(3, buckets=False)
+    cache.begin(3, exact=False)
     assert session_masks([recurrent]).of(cache, 3, Proposal((1, 2))) is None
 
 

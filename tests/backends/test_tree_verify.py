@@ -90,7 +90,7 @@ def test_tree_mask_equals_its_definition() -> None:
 
 def test_paths_must_be_rows_in_order() -> None:
     cache = SessionCache([LayerSpec("DynamicLayer")], bucket=8)
-    cache.begin(4, buckets=False)
+    cache.begin(4, exact=False)
     for wrong in ((1, 0), (0, 4), (0, 0)):
         with pytest.raises(AssertionError):
             cache.commit(wrong)

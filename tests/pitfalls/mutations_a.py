@@ -251,8 +251,8 @@ MUTATIONS = (
         "A13",
         "layer states belong to the model, not to the request",
         "backends/torch/target.py",
-        "self._cache = target.cache_class(target.layer_specs)",
-        'self._cache = target.__dict__.setdefault("states", target.cache_class(target.layer_specs))',
+        "self._cache = target.cache_class(target.layer_specs, target.key_lengths)",
+        'self._cache = target.__dict__.setdefault("states", target.cache_class(target.layer_specs, target.key_lengths))',
         ("backends/test_conformance.py::test_interleaved_requests",),
     ),
     Mutation(

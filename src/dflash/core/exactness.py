@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dflash.core.key_lengths import BUCKETS, KeyLengths
 from dflash.types import Proposal, Verdict
 
 LONGER = (256, 640)
@@ -36,6 +37,8 @@ class WidthClass:
     """Forward widths whose rows were compared with those of the widest, ascending."""
     reason: str
     """One sentence for people: what holds, or what differed first."""
+    key_lengths: KeyLengths = BUCKETS
+    """Numbers of keys that decoding forwards get."""
 
 
 class ProbedSession(Protocol):

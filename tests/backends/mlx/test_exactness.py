@@ -11,6 +11,7 @@ pytest.importorskip("mlx_lm", reason="needs mlx-lm: pip install 'dflash[mlx]' (L
 
 import mlx.nn as nn  # noqa: E402
 
+from dflash.backends.mlx import exactness  # noqa: E402
 from dflash.backends.mlx.exactness import probe  # noqa: E402
 from tests.backends.mlx.families import FAMILIES, MAX_LENGTH  # noqa: E402
 
@@ -36,3 +37,16 @@ def test_rows_that_depend_on_their_neighbours_are_noticed() -> None:
     broken = probe(model, max_length=MAX_LENGTH, max_width=16)
     assert not broken.holds
     assert not found.holds or "tokens beside it" in broken.reason
+
+
+def test_sums_that_depend_on_every_number_of_keys_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: a kernel that sums 256 keys in another order than 384 is called exact, since the probe's text is short."""
+    attend = exactness._attention()
+
+    def nudged(seen: int, num_keys: int) -> Any:
+        return attend(seen, num_keys) + NUDGE * (num_keys == 256)
+
+    monkeypatch.setattr(exactness, "_attention", lambda: nudged)
+    found = probe(FAMILIES["Llama"].build(), max_length=MAX_LENGTH, max_width=16)
+    assert not found.holds
+    assert "how many keys" in found.reason

@@ -11,10 +11,14 @@ import dataclasses
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash.backends.mlx.states.base import BUCKET
 from dflash.backends.mlx.target import MLXTarget
 from dflash.core.exactness import WidthClass, find_width_class
+from dflash.core.key_lengths import BLOCK, BUCKETS, Attend, find_key_lengths
 
 MAX_WIDTH = 32
+HEAD_DIM, NUM_ROWS = 64, 4
+"""Of the attention that numbers of keys are compared with."""
 
 
 def probe(
@@ -33,6 +37,9 @@ def probe(
         UnsupportedModel: the model cannot be decoded losslessly by this version.
     """
     assert max_width >= max(2, block_size)
+    lengths = find_key_lengths(_attention(), _same, BUCKET)
+    if lengths != BUCKETS:
+        return WidthClass(False, 1, (), "attention's sums depend on how many keys it gets.")
     target = MLXTarget(model, max_length=max_length, kv_bits=kv_bits)
     session = target.session(exact=True)
     try:
@@ -44,6 +51,21 @@ def probe(
         reason = f"forwards below {found.width} rows differ, and recurrent layers take their rows in again in such."
         return dataclasses.replace(found, holds=False, width=1, reason=reason)
     return found
+
+
+def _attention() -> Attend:
+    """Attention of a few fixed rows, all of which see the first keys."""
+    shapes = (NUM_ROWS, 3 * BLOCK, 3 * BLOCK)
+    query, key, value = (
+        mx.random.normal((1, 1, num_rows, HEAD_DIM), key=mx.random.key(seed)) for seed, num_rows in enumerate(shapes)
+    )
+
+    def attend(seen: int, num_keys: int) -> mx.array:
+        mask = mx.broadcast_to(mx.arange(num_keys) < seen, (1, 1, NUM_ROWS, num_keys))
+        keys, values = key[:, :, :num_keys], value[:, :, :num_keys]
+        return mx.fast.scaled_dot_product_attention(query, keys, values, scale=HEAD_DIM**-0.5, mask=mask)
+
+    return attend
 
 
 def _same(a: mx.array, b: mx.array) -> bool:

@@ -45,6 +45,7 @@ from dflash.core.eagle3_config import tap_findings
 from dflash.core.engine import Engine
 from dflash.core.engine_info import EngineInfo
 from dflash.core.exactness import PROBED_WIDTH, WIDEST_ON_DEVICES, WidthClass
+from dflash.core.key_lengths import BUCKETS
 from dflash.core.language_model import check_same_tokens
 from dflash.core.memory import Memory
 from dflash.core.opening import Opening, check_options, open_pair
@@ -158,6 +159,7 @@ def _shared_target(
         model,
         taps=config.target_layer_ids if config else (),
         exact_width=exactness.width if exactness else 1,
+        key_lengths=exactness.key_lengths if exactness else BUCKETS,
         packs_single=packs_single,
     )
     return shared, exactness

@@ -1,8 +1,8 @@
 """Does a row's result depend on the forward it was computed in? A measurement at load, on the machine that decodes.
 
 Speculative decoding computes a token's logits in a forward of several rows, plain decoding in a forward of one. Matrix
-kernels choose their summation order by shape, so near-ties may fall the other way. With keys and values of fixed
-length the result is the same for all forward widths of a *width class* (docs/exactness.md): typically {1}, {2, 3},
+kernels choose their summation order by shape, so near-ties may fall the other way. With numbers of keys whose sums agree
+(key_lengths.py) the result is the same for all forward widths of a *width class* (docs/exactness.md): typically {1}, {2, 3},
 {4, 5, ...} on CPUs, or {1, 2, ...} with packed weights (packing.py). If plain decoding pads its forward to the smallest
 width of the class that contains all larger ones, both give the same bits. `probe` finds that width by comparing bits
 (`core/exactness.py`); it knows nothing of kernels.
@@ -18,6 +18,7 @@ import dataclasses
 import torch
 from transformers import PreTrainedModel
 
+from dflash.backends.torch.key_lengths import measured_lengths
 from dflash.backends.torch.states.sliding import PAGE
 from dflash.backends.torch.target import TorchTarget
 from dflash.core.exactness import WidthClass, find_width_class, probe_rows, probe_text
@@ -43,10 +44,16 @@ def probe(model: PreTrainedModel, *, max_width: int = MAX_WIDTH, block_size: int
     """
     assert max_width >= max(2, block_size)
     target = TorchTarget(model)
+    lengths = measured_lengths(target)
+    if lengths is None:
+        target.close()
+        return WidthClass(False, 1, (), "attention's sums depend on how many keys it gets.")
+    target.key_lengths = lengths
     max_width = min(max_width, target.max_length // 3)
     session = target.session(exact=True)
     try:
         found = find_width_class(session, target.vocab_size, max_width, block_size, torch.equal)
+        found = dataclasses.replace(found, key_lengths=lengths)
         has_windows = any(spec.window is not None for spec in target.layer_specs)
         if found.holds and has_windows and not _windows_may_move_on(target, max_width):
             reason = "results change when masked keys stand in front of a window, as they do late in a text."

@@ -15,6 +15,7 @@ import torch
 from dflash.backends.torch.compat import Cache, LayerSpec
 from dflash.backends.torch.states import KINDS
 from dflash.backends.torch.states.base import BUCKET, LayerState, Span
+from dflash.core.key_lengths import BUCKETS, KeyLengths
 from dflash.core.tree import is_prefix
 from dflash.errors import UnsupportedModel
 
@@ -29,13 +30,14 @@ class SessionCache(Cache):
 
     layers: list[LayerState]  # type: ignore[assignment]  # narrower than the library's list
 
-    def __init__(self, specs: Sequence[LayerSpec], bucket: int = BUCKET) -> None:
+    def __init__(self, specs: Sequence[LayerSpec], lengths: KeyLengths = BUCKETS, *, bucket: int = BUCKET) -> None:
         """
         Args:
             specs: what Transformers would keep for each layer (compat.layer_specs).
-            bucket: whole buckets of so many keys are stored and, on demand, returned.
+            lengths: numbers of keys that are returned in exact mode.
+            bucket: whole buckets of so many keys are stored.
         """
-        self.span = Span(bucket)
+        self.span = Span(bucket, lengths)
         layers: Any = [KINDS[spec.state](self.span, spec) for spec in specs]
         Cache.__init__(self, layers=layers)  # not that of a class we stand in for (`session_cache`)
 
@@ -73,21 +75,21 @@ class SessionCache(Cache):
             for layer in self.layers:
                 layer.reserve()
 
-    def begin(self, num_rows: int, *, buckets: bool) -> int:
+    def begin(self, num_rows: int, *, exact: bool) -> int:
         """Prepare a forward of `num_rows` rows behind the committed ones; returns the number of keys that layers with
-        full context give to the model: whole buckets (the tail must be masked) or just those written so far."""
+        full context give to the model: one of `lengths` (the tail must be masked) or just those written so far."""
         span = self.span
         num_keys = span.start + num_rows
-        if buckets:
-            num_keys = span.whole_buckets(max(num_keys, span.least_keys))
+        if exact:
+            num_keys = span.lengths.least(max(num_keys, span.least_keys))
         self.reserve(num_keys)
-        span.num_rows, span.num_keys, span.in_buckets = num_rows, num_keys, buckets
+        span.num_rows, span.num_keys, span.exact = num_rows, num_keys, exact
         for layer in self.layers:
             layer.begin()
         return num_keys
 
     def return_at_least(self, num_keys: int, lead: int = 0) -> None:
-        """From now on return at least `num_keys` keys where whole buckets are returned; layers with a window return
+        """From now on return at least `num_keys` keys in exact mode; layers with a window return
         `lead` masked keys in front as well, if they are still empty (the probe's tests)."""
         self.span.least_keys, self.span.lead = num_keys, lead
 

@@ -5,8 +5,8 @@ own key/value state. Knows the shape of a forward (rows, padding, mask, position
 (state.py), which Transformers is installed (compat.py), or what is done with the logits.
 
 Exact mode (docs/exactness.md): a row's logits depend on the shape of the forward that computed them. Every decoding
-forward therefore has at least `exact_width` rows (padding behind the fed ones, never committed) and sees keys and
-values in whole buckets with the unused tail masked. Within the width class that exactness.py finds, plain and
+forward therefore has at least `exact_width` rows (padding behind the fed ones, never committed) and gets one of
+`key_lengths` keys and values with the unused tail masked. Within the width class that exactness.py finds, plain and
 speculative decoding then give the same bits. Without exact mode a plain step is one row over the keys written so far
 and no mask: the fastest form, to which all speed-ups refer.
 """
@@ -27,6 +27,7 @@ from dflash.backends.torch.replay import Record, Replay
 from dflash.backends.torch.state import check_states, session_cache
 from dflash.backends.torch.states import KINDS
 from dflash.backends.torch.taps import TapRecorder, concatenate, tapped_layers
+from dflash.core.key_lengths import BUCKETS, KeyLengths
 from dflash.core.pair import check_prompt, check_taps
 from dflash.core.tree import row_positions
 from dflash.errors import UnsupportedModel
@@ -43,6 +44,7 @@ class TorchTarget:
         max_length: context limit in tokens.
         device, dtype: of the weights.
         exact_width: least number of rows of a decoding forward in exact mode.
+        key_lengths: numbers of keys that attention gets in exact mode.
         attention: the form of its masks.
         kernels: tells packed linear layers what a forward's single rows run on.
         packs_single: whether they run packed also where exactness is not asked for.
@@ -54,6 +56,7 @@ class TorchTarget:
         *,
         taps: Sequence[int] = (),
         exact_width: int = 1,
+        key_lengths: KeyLengths = BUCKETS,
         packs_single: bool = False,
         prefill_chunk: int = 512,
         replays: bool = True,
@@ -63,6 +66,7 @@ class TorchTarget:
             model: a decoder-only language model; put into evaluation mode.
             taps: layer ids whose outputs make up the features, in this order.
             exact_width: `WidthClass.width` of exactness.probe.
+            key_lengths: `WidthClass.key_lengths` of it.
             packs_single: what plain_form.packed_steps_are_faster found.
             prefill_chunk: most rows of one prefill forward.
             replays: roll recurrent layers back by replay.py; without it the kept rows are fed again (the reference).
@@ -88,6 +92,7 @@ class TorchTarget:
         self.dtype: torch.dtype = model.dtype
         self.taps = tuple(taps)
         self.exact_width = exact_width
+        self.key_lengths = key_lengths
         self.prefill_chunk = prefill_chunk
         check_states(self.layer_specs, type(model).__name__)
         check_taps(self.taps, self.num_layers, type(model).__name__)
@@ -131,7 +136,9 @@ class TorchTarget:
 
     def with_taps(self, taps: Sequence[int], *, exact_width: int | None = None) -> TorchTarget:
         """Another target over the same weights that records these layers, to be closed before this one."""
-        return TorchTarget(self.model, taps=taps, exact_width=exact_width or self.exact_width)
+        return TorchTarget(
+            self.model, taps=taps, exact_width=exact_width or self.exact_width, key_lengths=self.key_lengths
+        )
 
     @property
     def embed_weight(self) -> torch.Tensor:
@@ -182,7 +189,7 @@ class TorchTargetSession:
         self._exact = exact
         self._features = features and bool(target.taps)
         self._least_width = target.exact_width if exact else 1
-        self._cache = target.cache_class(target.layer_specs)
+        self._cache = target.cache_class(target.layer_specs, target.key_lengths)
         self._masks = SessionMasks(target.layer_specs, target.device, target.dtype, target.attention)
         self._fed: list[int] = []  # tokens that the last verify fed and nobody has committed yet
         self._record: Record | None = None  # of the last verify, where recurrent layers may have to run again
@@ -242,7 +249,7 @@ class TorchTargetSession:
         logits: torch.Tensor | None = None
         for start in range(0, len(prompt_ids), target.prefill_chunk):
             chunk = ids[:, start : start + target.prefill_chunk]
-            cache.begin(chunk.shape[1], buckets=False)
+            cache.begin(chunk.shape[1], exact=False)
             # Without a mask Transformers makes its own, and the first chunk runs the kernel for causal attention.
             logits, rows = self._forward(chunk, None, logits_to_keep=self._last_row(chunk.shape[1]))
             if features is not None:
@@ -309,7 +316,7 @@ class TorchTargetSession:
         target, cache = self._target, self._cache
         ids = [anchor, *proposal.tokens]
         width = max(len(ids), self._least_width if pad else 1)
-        cache.begin(width, buckets=self._exact)
+        cache.begin(width, exact=self._exact)
         mask: ModelMask = None
         if self._exact or width > 1:
             num_rows = target.attention.num_rows(width, exact=self._exact)

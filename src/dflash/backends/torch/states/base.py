@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from dflash.backends.torch.compat import LayerSpec
+from dflash.core.key_lengths import BUCKETS, KeyLengths
 
 BUCKET = 128
-"""In exact mode the model gets a multiple of this many keys, so that the shape of attention seldom changes. CPU kernels
-give the same bits for all multiples (tried: 128 to 2048), and attention costs as many keys as it gets; exactness.py
-checks it at load."""
+"""Storage grows in whole buckets of so many keys."""
 
 
 @dataclass(slots=True)
@@ -27,6 +26,8 @@ class Span:
     """Where the running forward writes and what it gets back; one object shared by all layers of a session."""
 
     bucket: int = BUCKET
+    lengths: KeyLengths = BUCKETS
+    """Numbers of keys that the model gets in exact mode."""
     start: int = 0
     """First row written = committed length."""
     num_rows: int = 0
@@ -36,11 +37,11 @@ class Span:
     capacity: int = 0
     """Keys that the storage of such layers must hold."""
     least_keys: int = 0
-    """Keys that are returned at least when whole buckets are."""
+    """Keys that are returned at least in exact mode."""
     lead: int = 0
     """Masked keys that window layers return in front of the text (the probe's test); whole pages."""
-    in_buckets: bool = False
-    """Whether the running forward gets whole buckets of keys, the tail masked."""
+    exact: bool = False
+    """Whether the running forward gets one of `lengths`, the tail masked."""
 
     def whole_buckets(self, num_keys: int) -> int:
         """The least multiple of the bucket that holds `num_keys`."""

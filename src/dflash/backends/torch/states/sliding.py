@@ -43,11 +43,11 @@ class SlidingKeyValueState(FullKeyValueState):
         span = self.span
         self._first = self._oldest()
         self._num_keys = span.start + span.num_rows - self._first
-        if span.in_buckets:
+        if span.exact:
             self._first = self._page()
             longest = self.window - 1 + PAGE + span.num_rows  # no forward needs more, however long the text
-            least = min(span.least_keys, span.whole_buckets(longest))
-            self._num_keys = span.whole_buckets(max(span.start + span.num_rows - self._first, least))
+            least = min(span.least_keys, span.lengths.least(longest))
+            self._num_keys = span.lengths.least(max(span.start + span.num_rows - self._first, least))
 
     def _oldest(self) -> int:
         """First position that the first row of the forward may see."""
