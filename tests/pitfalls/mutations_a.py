@@ -252,7 +252,8 @@ MUTATIONS = (
         "layer states belong to the model, not to the request",
         "backends/torch/target.py",
         "self._cache = target.cache_class(target.layer_specs, target.key_lengths)",
-        'self._cache = target.__dict__.setdefault("states", target.cache_class(target.layer_specs, target.key_lengths))',
+        "states = target.cache_class(target.layer_specs, target.key_lengths)\n"
+        '        self._cache = target.__dict__.setdefault("states", states)',
         ("backends/test_conformance.py::test_interleaved_requests",),
     ),
     Mutation(
