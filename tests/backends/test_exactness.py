@@ -110,7 +110,8 @@ def test_no_number_of_keys_changes_a_bit(family: str, attention: str, dtype: tor
     """Fault: a plain step still fits into a bucket of keys, a block behind the same text needs the next one, and the
     kernel sums so many keys in another order (MKL: 193 to 383). Texts over every border up to 1,300 tokens, where
     blocks begin before it and end behind it."""
-    model = wide(family, head_dim=64).to(dtype)
+    model = wide(family, head_dim=64)
+    torch.nn.Module.to(model, dtype)
     model.set_attn_implementation(attention)
     for layer in model.get_decoder().layers:
         layer.self_attn.o_proj.weight.data.mul_(100)  # so that what attention adds is not lost in what it adds to

@@ -64,7 +64,8 @@ class _Attention:
         if not self._is_eager:
             return attend(query, key, value, self._form.mask(mask), self._scaling)
         scores = query @ key.transpose(2, 3) * self._scaling + mask
-        return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+        attended: torch.Tensor = scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+        return attended
 
 
 def _head_dim(target: TorchTarget) -> int | None:
