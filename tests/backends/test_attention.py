@@ -73,7 +73,7 @@ def test_rows_of_the_kernel() -> None:
             assert form.num_rows(width, exact=False) == width
             num_rows = form.num_rows(width, exact=True)
             assert width <= num_rows <= width + 3
-            assert form.group * num_rows % KERNEL_BLOCK not in range(1, LEAST_ROWS)
+            assert num_rows == 1 < form.group or form.group * num_rows % KERNEL_BLOCK not in range(1, LEAST_ROWS)
 
 
 def test_masks_of_other_makes_are_left_alone() -> None:
@@ -83,6 +83,11 @@ def test_masks_of_other_makes_are_left_alone() -> None:
     scores = SCALE * query @ key.repeat_interleave(4, dim=1).transpose(-1, -2) + per_head
     expected = scores.softmax(-1) @ value.repeat_interleave(4, dim=1)
     torch.testing.assert_close(attend(query, key, value, per_head, SCALE), expected, rtol=1e-5, atol=1e-5)
+    only = (query[:, :, :1], key[:, :1], value[:, :1])  # one key/value head: a mask per head looks like copies
+    scores = SCALE * only[0][:, :4] @ only[1].transpose(-1, -2) + per_head[:, :4, :1]
+    expected = scores.softmax(-1) @ only[2]
+    found = attend(only[0][:, :4], *only[1:], per_head[:, :4, :1], SCALE)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     copies = AttentionForm(group=3).mask(causal(5))
     one = attend(query, key, value, causal(5), SCALE)
     assert torch.equal(attend(query, key, value, copies, SCALE), one)

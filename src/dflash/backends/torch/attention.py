@@ -37,8 +37,8 @@ class AttentionForm:
 
     def num_rows(self, width: int, *, exact: bool) -> int:
         """Rows of the mask for a forward of `width` rows. In exact mode no block of the kernel then has so few rows
-        that it is summed in another order."""
-        if not exact:
+        that it is summed in another order. The heads of a single row stand for rows (`attend`)."""
+        if not exact or (self.group > 1 and width == 1):
             return width
         num_rows = max(width, self.least_rows)
         while self.group > 1 and 0 < self.group * num_rows % KERNEL_BLOCK < LEAST_ROWS:
@@ -71,6 +71,8 @@ def attend(
     if mask is not None and mask.shape[2] > num_rows:
         query = pad(query, (0, 0, 0, mask.shape[2] - num_rows))
     if mask is not None and mask.shape[1] == heads // kv_heads > 1:
+        if num_rows == mask.shape[2] == 1:
+            return _attend_single(query, key, value, mask, scaling)
         joint = query.reshape(batch, kv_heads, -1, width)
         joint_mask = mask.reshape(mask.shape[0], 1, -1, mask.shape[3])
         attended = scaled_dot_product_attention(joint, key, value, attn_mask=joint_mask, scale=scaling)
@@ -79,3 +81,25 @@ def attend(
         mask = mask[:, :1]  # copies for layers with other heads than these; PyTorch refuses whatever else does not fit
     attended = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
     return attended[:, :, :num_rows]
+
+
+def _attend_single(
+    query: torch.Tensor,  # [B, heads, 1, head_dim]
+    key: torch.Tensor,  # [B, kv_heads, keys, head_dim]
+    value: torch.Tensor,  # [B, kv_heads, keys, head_dim]
+    mask: torch.Tensor,  # [B or 1, group, 1, keys]
+    scaling: float | None,
+) -> torch.Tensor:
+    """As `attend` for one row: the heads of a group are its rows, and only what these lack to `LEAST_ROWS` is padded,
+    by the first ones again."""
+    batch, heads, _, width = query.shape
+    group = mask.shape[1]
+    rows = query.reshape(batch, key.shape[1], group, width)
+    # Of a single key/value head, copies for a group look like a mask per head.
+    seen = mask[:, :1] if key.shape[1] > 1 else mask.transpose(1, 2)
+    if missing := max(0, LEAST_ROWS - group):
+        rows = torch.cat((rows, rows[:, :, :missing]), dim=2)
+        seen = seen if key.shape[1] > 1 else torch.cat((seen, seen[:, :, :missing]), dim=2)
+    seen = seen.expand(-1, 1, rows.shape[2], -1)
+    attended = scaled_dot_product_attention(rows, key, value, attn_mask=seen, scale=scaling)
+    return attended[:, :, :group].reshape(batch, heads, 1, value.shape[3])
