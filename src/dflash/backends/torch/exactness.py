@@ -4,8 +4,8 @@ Speculative decoding computes a token's logits in a forward of several rows, pla
 kernels choose their summation order by shape, so near-ties may fall the other way. With numbers of keys whose sums
 agree (key_lengths.py) the result is the same for all forward widths of a *width class* (docs/exactness.md): typically
 {1}, {2, 3}, {4, 5, ...} on CPUs, or {1, 2, ...} with packed weights (packing.py). If plain decoding pads its forward to
-the smallest width of the class that contains all larger ones, both give the same bits. `probe` finds that width by comparing bits
-(`core/exactness.py`); it knows nothing of kernels.
+the smallest width of the class that contains all larger ones, both give the same bits. `probe` finds that width by comparing
+bits (`core/exactness.py`); it knows nothing of kernels.
 
 The answer holds for this model, dtype, device and number of threads: probe again when one of them changes. Nothing is
 stored.
