@@ -17,7 +17,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 import dflash.resolve
 from dflash import registry
 from dflash.errors import ConfigError, MissingExtra, ModelError
-from dflash.resolve import Source, resolve_draft, resolve_target
+from dflash.registry import DRAFTS, MODEL_FREE_DRAFTERS
+from dflash.resolve import AUTO, Source, refuse_missing, resolve_draft, resolve_target
 
 TOY = Source(name="toy", path=Path("toy"))
 
@@ -307,3 +308,15 @@ def test_every_table_is_read() -> None:
     sources = [path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path.name != "registry.py"]
     for table in tables:
         assert any(re.search(rf"from dflash\.registry import [\w, ]*\b{table}\b", text) for text in sources), table
+
+
+@pytest.mark.parametrize("name", [AUTO, *MODEL_FREE_DRAFTERS, *DRAFTS])
+def test_files_that_are_called_like_drafts_are_no_drafts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: a file in the working directory stands for a name that the package knows, and is refused as a draft."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("notes")
+    refuse_missing(name, "draft")
+    with pytest.raises(ModelError):
+        refuse_missing("./" + name, "draft")

@@ -20,7 +20,7 @@ from typing import Any
 
 from dflash.core.published import published_for
 from dflash.errors import ConfigError, MissingExtra, ModelError
-from dflash.registry import DRAFTS, TARGETS, PackagedTarget
+from dflash.registry import DRAFTS, MODEL_FREE_DRAFTERS, TARGETS, PackagedTarget
 
 Progress = Callable[[str, float | None], None]
 """Told what is being done and how much of it is finished (0..1, None = unknown); called at any rate."""
@@ -72,7 +72,7 @@ def log_steps(logger: logging.Logger) -> Progress:
 def refuse_missing(spec: str, role: str) -> None:
     """Raise what `resolve_target` and `resolve_draft` say of a path to nothing, before anybody has imported a tensor
     library for it; `role` is "target" or "draft". Names and hub ids are left to them."""
-    if spec not in (TARGETS if role == "target" else DRAFTS):
+    if spec not in (TARGETS if role == "target" else (AUTO, *MODEL_FREE_DRAFTERS, *DRAFTS)):
         _local(spec, role)
 
 

@@ -27,8 +27,8 @@ PROMPT = tokens(2 * WINDOW + 5)
 """Longer than two windows."""
 BLOCK = tokens(5, seed=1)
 NEXT = tokens(3, seed=2)
-NUM_TOKENS = 24
-"""Three windows deep, behind a prompt of more than two."""
+NUM_TOKENS = 32
+"""Four windows deep, behind a prompt of more than two."""
 BLOCK_SIZE = 6
 DRAFTERS = ("random", "own text", "adversarial")
 

@@ -56,7 +56,7 @@ def test_rollback_oracle(model: PreTrainedModel) -> None:
 
 
 def test_greedy_text_is_that_of_the_bare_model(model: PreTrainedModel) -> None:
-    """Fault: the text depends on the drafter. 24 tokens, three windows deep."""
+    """Fault: the text depends on the drafter. 32 tokens, four windows deep."""
     assert same_text(model) == dict.fromkeys(("plain", *DRAFTERS), True)
 
 

@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 
 from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.joining import join_and_pack
+from dflash.backends.torch.key_lengths import AttentionShape, attention_shapes
 from dflash.backends.torch.states.sliding import PAGE
 from dflash.backends.torch.target import TorchTarget
 from dflash.core.exactness import find_width_class
 from dflash.types import Proposal, Verdict
-from tests.backends.architectures import ARCHITECTURES
+from tests.backends.architectures import ARCHITECTURES, model_of
 from tests.backends.tiny_targets import llama, qwen3, tokens
 
 NUDGE = 1e-5
@@ -76,7 +77,7 @@ def test_found_class_gives_the_same_bits_in_use(family: Callable[[], PreTrainedM
     found = probe(model, max_width=16)
     if not found.holds:
         pytest.skip(found.reason)
-    target = TorchTarget(model, exact_width=found.width)
+    target = TorchTarget(model, exact_width=found.width, key_lengths=found.key_lengths)
     text = tokens(60, seed=3)
     plain, blocks = target.session(), target.session()
     for each in (plain, blocks):
@@ -127,6 +128,34 @@ def test_no_number_of_keys_changes_a_bit(family: str, attention: str, dtype: tor
         step = session.verify(text[last], Proposal()).logits
         block = session.verify(text[last], Proposal(tuple(text[last + 1 : last + 8]))).logits
         assert torch.equal(step[0], block[0]), border
+    target.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("Llama", [AttentionShape(True, 2, 8, 8)]),
+        ("Gemma 4", [AttentionShape(True, 2, 8, 8), AttentionShape(True, 2, 512, 512)]),
+        ("DeepSeek-V3, Kimi-K2", [AttentionShape(True, 4, 16, 12)]),
+        ("Mamba-2", []),
+    ],
+)
+def test_the_attention_that_runs_is_the_one_measured(family: str, expected: list[AttentionShape]) -> None:
+    """Fault: numbers of keys are measured on heads of another width than the target's, as its configuration has it:
+    layers of two widths, latent attention whose keys are wider than its values."""
+    target = TorchTarget(model_of(family))
+    assert attention_shapes(target) == expected
+    target.close()
+
+
+def test_eager_attention_is_seen() -> None:
+    """Fault: a model that attends by products of its own is measured by the fused kernel, or not at all."""
+    model = llama()
+    model.set_attn_implementation("eager")
+    target = TorchTarget(model)
+    shapes = attention_shapes(target)
+    assert shapes
+    assert not any(shape.is_fused for shape in shapes)
     target.close()
 
 
@@ -216,7 +245,7 @@ def test_windows_give_the_same_bits_over_pages(family: str) -> None:
     found = probe(model, max_width=16)
     if not found.holds:
         pytest.skip(f"no width class on this machine: {found.reason}")
-    target = TorchTarget(model, exact_width=found.width)
+    target = TorchTarget(model, exact_width=found.width, key_lengths=found.key_lengths)
     text = tokens(PAGE + 40, seed=6)
     plain, drafted = target.session(), target.session()
     for session in (plain, drafted):
@@ -274,7 +303,7 @@ def test_recurrent_layers_give_the_same_bits(family: str) -> None:
     found = probe(model, max_width=16)
     if not found.holds:
         pytest.skip(f"no width class on this machine: {found.reason}")
-    target = TorchTarget(model, exact_width=found.width)
+    target = TorchTarget(model, exact_width=found.width, key_lengths=found.key_lengths)
     text = tokens(60, seed=6)
     plain, drafted = target.session(), target.session()
     for session in (plain, drafted):

@@ -13,7 +13,7 @@ class LayerRecorder:
     """Implements `dflash.audit.states.Recorder` on the target of an engine; `close` takes off what it put on it."""
 
     def __init__(self, engine: Engine, *, exact: bool, exact_width: int | None = None) -> None:
-        """`exact`: keys in whole buckets, at least `exact_width` rows per forward (None: as the engine has)."""
+        """`exact`: `key_lengths` keys and at least `exact_width` rows per forward (None: as the engine has)."""
         self.layer_kinds: Sequence[str] = engine.target.layer_kinds
         self.vocab_size = engine.target.vocab_size
         self._num_layers = engine.target.num_layers

@@ -15,7 +15,7 @@ from dflash.core.key_lengths import BUCKETS, KeyLengths
 from dflash.types import Proposal, Verdict
 
 LONGER = (256, 640)
-"""Keys of the forwards that stand for longer texts: one more bucket, and more than the 512 that CPU attention splits
+"""Keys of the forwards that stand for longer texts: some more, and more than the 512 that CPU attention splits
 keys into."""
 PROBED_WIDTH = 16
 """Rows of the widest forward that the load-time probe covers; a wider block is probed at its own width."""

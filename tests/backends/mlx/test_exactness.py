@@ -41,12 +41,12 @@ def test_rows_that_depend_on_their_neighbours_are_noticed() -> None:
 
 def test_sums_that_depend_on_every_number_of_keys_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: a kernel that sums 256 keys in another order than 384 is called exact, since the probe's text is short."""
-    attend = exactness._attention()
+    attend = exactness._attention(mx.float32)
 
     def nudged(seen: int, num_keys: int) -> Any:
         return attend(seen, num_keys) + NUDGE * (num_keys == 256)
 
-    monkeypatch.setattr(exactness, "_attention", lambda: nudged)
+    monkeypatch.setattr(exactness, "_attention", lambda dtype: nudged)
     found = probe(FAMILIES["Llama"].build(), max_length=MAX_LENGTH, max_width=16)
     assert not found.holds
     assert "how many keys" in found.reason

@@ -11,6 +11,7 @@ import dataclasses
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash.backends.mlx.compat import activation_dtype
 from dflash.backends.mlx.states.base import BUCKET
 from dflash.backends.mlx.target import MLXTarget
 from dflash.core.exactness import WidthClass, find_width_class
@@ -37,7 +38,7 @@ def probe(
         UnsupportedModel: the model cannot be decoded losslessly by this version.
     """
     assert max_width >= max(2, block_size)
-    lengths = find_key_lengths(_attention(), _same, BUCKET)
+    lengths = find_key_lengths(_attention(activation_dtype(model)), _same, BUCKET)
     if lengths != BUCKETS:
         return WidthClass(False, 1, (), "attention's sums depend on how many keys it gets.")
     target = MLXTarget(model, max_length=max_length, kv_bits=kv_bits)
@@ -53,11 +54,13 @@ def probe(
     return found
 
 
-def _attention() -> Attend:
-    """Attention of a few fixed rows, all of which see the first keys."""
+def _attention(dtype: mx.Dtype) -> Attend:
+    """Attention of a few fixed rows of a usual width, all of which see the first keys. Quantised keys (`kv_bits`) are
+    left to the probe's own forwards."""
     shapes = (NUM_ROWS, 3 * BLOCK, 3 * BLOCK)
     query, key, value = (
-        mx.random.normal((1, 1, num_rows, HEAD_DIM), key=mx.random.key(seed)) for seed, num_rows in enumerate(shapes)
+        mx.random.normal((1, 1, num_rows, HEAD_DIM), dtype, key=mx.random.key(seed))
+        for seed, num_rows in enumerate(shapes)
     )
 
     def attend(seen: int, num_keys: int) -> mx.array:

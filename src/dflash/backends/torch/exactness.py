@@ -4,8 +4,8 @@ Speculative decoding computes a token's logits in a forward of several rows, pla
 kernels choose their summation order by shape, so near-ties may fall the other way. With numbers of keys whose sums
 agree (key_lengths.py) the result is the same for all forward widths of a *width class* (docs/exactness.md): typically
 {1}, {2, 3}, {4, 5, ...} on CPUs, or {1, 2, ...} with packed weights (packing.py). If plain decoding pads its forward to
-the smallest width of the class that contains all larger ones, both give the same bits. `probe` finds that width by comparing
-bits (`core/exactness.py`); it knows nothing of kernels.
+the smallest width of the class that contains all larger ones, both give the same bits. `probe` finds that width by
+comparing bits (`core/exactness.py`); it knows nothing of kernels.
 
 The answer holds for this model, dtype, device and number of threads: probe again when one of them changes. Nothing is
 stored.
@@ -44,14 +44,14 @@ def probe(model: PreTrainedModel, *, max_width: int = MAX_WIDTH, block_size: int
     """
     assert max_width >= max(2, block_size)
     target = TorchTarget(model)
-    lengths = measured_lengths(target)
-    if lengths is None:
-        target.close()
-        return WidthClass(False, 1, (), "attention's sums depend on how many keys it gets.")
-    target.key_lengths = lengths
     max_width = min(max_width, target.max_length // 3)
-    session = target.session(exact=True)
+    session = None
     try:
+        lengths = measured_lengths(target)
+        if lengths is None:
+            return WidthClass(False, 1, (), "attention's sums depend on how many keys it gets.")
+        target.key_lengths = lengths
+        session = target.session(exact=True)
         found = find_width_class(session, target.vocab_size, max_width, block_size, torch.equal)
         found = dataclasses.replace(found, key_lengths=lengths)
         has_windows = any(spec.window is not None for spec in target.layer_specs)
@@ -60,7 +60,8 @@ def probe(model: PreTrainedModel, *, max_width: int = MAX_WIDTH, block_size: int
             return dataclasses.replace(found, holds=False, width=1, reason=reason)
         return found
     finally:
-        session.close()
+        if session is not None:
+            session.close()
         target.close()
 
 

@@ -1,77 +1,131 @@
 """Which numbers of keys give the same bits in attention here? A measurement at load, on random keys.
 
-Knows the shapes of a target's attention and the two ways in which models compute it; which lengths are compared is
+Knows how to see which attention a target computes, and the two ways to compute it; which lengths are compared is
 `core/key_lengths.py`.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from dflash.backends.torch import compat
-from dflash.backends.torch.attention import attend
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from dflash.backends.torch.attention import AttentionForm, attend
 from dflash.backends.torch.target import TorchTarget
-from dflash.core.key_lengths import BLOCK, BUCKETS, KeyLengths, find_key_lengths
+from dflash.core.key_lengths import BLOCK, KeyLengths, find_key_lengths
+from dflash.types import Proposal
 
 STEP = 32
 """On CPUs, where attention costs as many keys as it gets."""
 STEP_ON_DEVICES = 128
 """Where it does not, and shapes should seldom change."""
-NUM_HEADS = 2
-"""Key/value heads of the test. Each is summed alone, so that more would tell nothing."""
-NUM_ROWS = 4
-"""No block of the kernel has fewer (attention.py)."""
+MOST_HEADS = 2
+"""Key/value heads of the test. A single one may be summed by all threads together, two and more never are."""
+WIDTHS = (1, 16)
+"""Rows of the forwards whose sums are compared: a plain step's and a block's."""
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
+class AttentionShape(NamedTuple):
+    """One attention of a target."""
+
+    is_fused: bool
+    """By `attend`; else by two products, as eager models do."""
+    kv_heads: int
+    key_width: int
+    value_width: int
 
 
 def measured_lengths(target: TorchTarget) -> KeyLengths | None:
     """The numbers of keys that exact forwards of `target` may get; None if no set of them gives the same bits. Takes
-    some hundredths of a second."""
-    head_dim = _head_dim(target)
-    if head_dim is None:
-        return BUCKETS  # no attention, or of a kind that says nothing about itself: the probe's forwards must do
+    two forwards and some hundredths of a second."""
+    shapes = attention_shapes(target)
+    if not shapes:
+        return KeyLengths((BLOCK,))  # of a kind that is not seen: the fewest lengths, which the probe's forwards try
     step = STEP if target.device.type == "cpu" else STEP_ON_DEVICES
-    return find_key_lengths(_Attention(target, head_dim), torch.equal, step)
+    allowed: set[int] | None = None
+    for shape in shapes:
+        found = find_key_lengths(RandomAttention(target, shape), torch.equal, step)
+        if found is None:
+            return None
+        allowed = set(found.within) if allowed is None else allowed & set(found.within)
+    assert allowed
+    return KeyLengths(tuple(sorted(allowed)))
 
 
-class _Attention:
-    """Attention of some fixed random rows of a target's shape, in the way that its layers attend."""
+def attention_shapes(target: TorchTarget) -> list[AttentionShape]:
+    """The different attentions that a decoding forward of `target` computes over its keys, seen in one."""
+    session = target.session(exact=True, features=False)
+    try:
+        session.prefill([0])
+        with _Watch() as watch:
+            session.verify(0, Proposal())
+    finally:
+        session.close()
+    return sorted(watch.shapes)
 
-    def __init__(self, target: TorchTarget, head_dim: int, seed: int = 0) -> None:
+
+class _Watch(TorchFunctionMode):
+    """Notes attention where this thread computes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[AttentionShape] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is scaled_dot_product_attention:
+            _, key, value = args[:3]
+            self.shapes.add(AttentionShape(True, key.shape[1], key.shape[3], value.shape[3]))
+        elif func in _PRODUCTS and args[1].dim() == 4 and args[1].shape[2] >= 2 * STEP:
+            value = args[1]  # or the keys of scores, whose width then passes for a number of keys: tried in vain
+            self.shapes.add(AttentionShape(False, value.shape[1], STEP, value.shape[3]))
+        return func(*args, **(kwargs or {}))
+
+
+class RandomAttention:
+    """Attention of some fixed random rows in forwards of different widths, as a target's layers attend."""
+
+    def __init__(self, target: TorchTarget, shape: AttentionShape, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(num_heads: int, *shape: int) -> torch.Tensor:
             drawn = torch.randn(1, num_heads, *shape, generator=generator)
             return drawn.to(target.device, target.dtype)
 
-        self._form = target.attention
-        self._is_eager = target.model.config._attn_implementation == "eager"
-        self._scaling = head_dim**-0.5
-        self._query = normal(NUM_HEADS * self._form.group, NUM_ROWS, head_dim)
+        self._form = target.attention if shape.is_fused else AttentionForm()
+        self._is_fused = shape.is_fused
+        self._scaling = shape.key_width**-0.5
+        heads = min(MOST_HEADS, shape.kv_heads)
+        self._query = normal(heads * self._form.group, max(WIDTHS), shape.key_width)
         # The second half of every step has the first one's keys and its values with the other sign. What is left of a
         # sum is the error of its order, which rounding to a short dtype would hide in a sum of some size. Values of
         # many magnitudes leave one also where products are exact.
-        halves = (NUM_HEADS, 3 * BLOCK // STEP, STEP // 2)
-        key, value = normal(*halves, head_dim), normal(*halves, head_dim) * torch.exp2(normal(*halves, 1) * 2)
+        halves = (heads, 3 * BLOCK // STEP, STEP // 2)
+        key = normal(*halves, shape.key_width)
+        value = normal(*halves, shape.value_width) * torch.exp2(normal(*halves, 1) * 2)
         self._key = torch.cat([key, key], dim=3).flatten(2, 3)
         self._value = torch.cat([value, -value], dim=3).flatten(2, 3)
 
     @torch.inference_mode()
     def __call__(self, seen: int, num_keys: int) -> torch.Tensor:
-        """[1, heads, rows, head_dim]."""
-        query, key, value = self._query, self._key[:, :, :num_keys], self._value[:, :, :num_keys]
-        mask = query.new_zeros(1, 1, self._form.num_rows(NUM_ROWS, exact=True), num_keys)
+        """[1, heads, rows of all widths, value width]."""
+        return torch.cat([self._forward(width, seen, num_keys) for width in WIDTHS], dim=2)
+
+    def _forward(self, width: int, seen: int, num_keys: int) -> torch.Tensor:
+        query, key, value = self._query[:, :, :width], self._key[:, :, :num_keys], self._value[:, :, :num_keys]
+        mask = query.new_zeros(1, 1, self._form.num_rows(width, exact=True), num_keys)
         mask[..., seen:] = torch.finfo(query.dtype).min
-        if not self._is_eager:
+        if self._is_fused:
             return attend(query, key, value, self._form.mask(mask), self._scaling)
         scores = query @ key.transpose(2, 3) * self._scaling + mask
         attended: torch.Tensor = scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
         return attended
-
-
-def _head_dim(target: TorchTarget) -> int | None:
-    """Width of an attention head; None if the configuration does not tell."""
-    config = compat.text_config(target.model)
-    heads, stated = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
-    if isinstance(stated, int):
-        return stated
-    return target.hidden_size // heads if isinstance(heads, int) and heads > 0 else None

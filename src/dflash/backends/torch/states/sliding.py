@@ -15,11 +15,12 @@ import torch
 from dflash.backends.torch.compat import LayerSpec
 from dflash.backends.torch.states.base import Span, gather, grown
 from dflash.backends.torch.states.full import FullKeyValueState
+from dflash.core.key_lengths import BLOCK
 from dflash.core.tree import is_prefix
 
-PAGE = 512
+PAGE = BLOCK
 """Storage moves on in steps of so many keys, and so does the first key returned in exact mode. CPU attention reads keys
-in blocks of 512: a masked block in front of the others changes no bit; exactness.py checks it at load."""
+in such blocks: a masked block in front of the others changes no bit; exactness.py checks it at load."""
 
 
 class SlidingKeyValueState(FullKeyValueState):
