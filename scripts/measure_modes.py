@@ -1,22 +1,27 @@
 """Speeds of all ways to draft, side by side in one process: `python scripts/measure_modes.py SET.jsonl ... [options]`.
 
 For every prompt all forms run in turn, several times over (ABAB ...), so that whatever the machine does hits all of
-them alike; a form's time on a prompt is its median. Prints per set and in all: tokens per second, the ratio to the
-faster plain form and to the fixed full-block chain, the acceptance length, the share of overhead, the slowest prompt,
-and whether the tokens are those of bit-exact plain decoding. Run it alone on a quiet machine.
+them alike; a form's time on a prompt is its median. The first prompt of every set comes before the second of any.
+Prints per set and in all: tokens per second, the ratio to the faster plain form and to the fixed full-block chain, the
+acceptance length, the share of overhead, the slowest prompt, and whether the tokens are those of bit-exact plain
+decoding. `--out FILE` keeps a line per prompt; what stands there is not measured again. Run it alone on a quiet
+machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import json
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash import Drafting, Engine, Result, SamplingParams, load
-from dflash.prepare.prompts import read_prompts
+from dflash.prepare.prompts import Conversation, read_prompts
 
 
 @dataclass(frozen=True)
@@ -40,82 +45,113 @@ FORMS = (
 )
 
 
-@dataclass
-class Record:
-    """All runs of one form: per prompt the seconds of its repeats, and the last result."""
+@dataclass(frozen=True)
+class Run:
+    """All repeats of one form on one prompt."""
 
-    seconds: list[list[float]] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
+    seconds: list[float]
+    """Decode seconds of each repeat."""
+    num_tokens: int
+    """In rounds: without the one that prefill gives."""
+    num_rounds: int
+    draft_share: float
+    """Of the last repeat's decode seconds, as the next one."""
+    overhead_share: float
+    reasons: dict[str, int]
+    """Rounds by what was chosen, in the last repeat."""
+    tokens: str
+    """Fingerprint of the token ids."""
+
+    @staticmethod
+    def of(seconds: list[float], result: Result) -> Run:
+        """`result`: of the last repeat."""
+        stats = result.stats
+        return Run(
+            [round(one, 4) for one in seconds],
+            sum(stats.acceptance_lengths),
+            stats.num_rounds,
+            round(stats.draft_seconds / stats.decode_seconds, 4),
+            round(stats.overhead_seconds / stats.decode_seconds, 4),
+            dict(stats.reasons),
+            hashlib.sha256(json.dumps(result.token_ids).encode()).hexdigest()[:16],
+        )
 
     @property
-    def medians(self) -> list[float]:
-        """Decode seconds per prompt."""
-        return [statistics.median(times) for times in self.seconds]
+    def median(self) -> float:
+        """Decode seconds."""
+        return statistics.median(self.seconds)
 
     @property
     def speed(self) -> float:
-        """Tokens per second over all prompts."""
-        return sum(sum(result.stats.acceptance_lengths) for result in self.results) / sum(self.medians)
-
-    def speeds(self) -> list[float]:
-        """Tokens per second of each prompt."""
-        pairs = zip(self.results, self.medians, strict=True)
-        return [sum(result.stats.acceptance_lengths) / seconds for result, seconds in pairs]
+        """Tokens per second."""
+        return self.num_tokens / self.median
 
 
-def measure(engine: Engine, path: Path, forms: list[Form], options: argparse.Namespace) -> dict[str, Record]:
-    """All forms on the prompts of one file, in turn."""
+@dataclass(frozen=True)
+class Measured:
+    """A line of the record: one prompt by all forms."""
+
+    dataset: str
+    index: int
+    runs: dict[str, Run]
+
+    @staticmethod
+    def read(line: str) -> Measured:
+        """What `write` wrote."""
+        row = json.loads(line)
+        return Measured(row["dataset"], row["index"], {name: Run(**run) for name, run in row["runs"].items()})
+
+
+def measure(engine: Engine, prompt: Conversation, forms: Sequence[Form], options: argparse.Namespace) -> dict[str, Run]:
+    """All forms on one prompt, in turn."""
     params = SamplingParams(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed
     )
-    records = {form.name: Record() for form in forms}
-    for prompt in read_prompts(path, limit=options.limit):
-        times: dict[str, list[float]] = {form.name: [] for form in forms}
-        results: dict[str, Result] = {}
-        for _ in range(options.repeats):
-            for form in forms:
-                result = engine.generate(
-                    prompt.opening(), params, use_draft=form.use_draft, exact=form.exact, drafting=form.drafting
-                )
-                times[form.name].append(result.stats.decode_seconds)
-                results[form.name] = result
-        if results["plain"].stats.num_rounds < options.least:
-            continue  # too short to say anything
+    seconds: dict[str, list[float]] = {form.name: [] for form in forms}
+    results: dict[str, Result] = {}
+    for _ in range(options.repeats):
         for form in forms:
-            records[form.name].seconds.append(times[form.name])
-            records[form.name].results.append(results[form.name])
-    return records
+            result = engine.generate(
+                prompt.opening(), params, use_draft=form.use_draft, exact=form.exact, drafting=form.drafting
+            )
+            seconds[form.name].append(result.stats.decode_seconds)
+            results[form.name] = result
+    return {name: Run.of(seconds[name], result) for name, result in results.items()}
 
 
-def summary(records: dict[str, Record]) -> dict[str, Any]:
-    """Figures of one set (or of several together), per form."""
-    bases = [records[name] for name in ("plain", "plain-exact") if name in records]
-    plain = max(base.speed for base in bases)
-    by_prompt = [max(speeds) for speeds in zip(*(base.speeds() for base in bases), strict=True)]
-    reference = records.get("plain-exact", records["plain"]).results
+def prompts_in_turn(paths: Sequence[Path], limit: int) -> Iterator[tuple[str, int, Conversation]]:
+    """(set, index, prompt): the first one of every set, then the second ones ..."""
+    sets = {path.stem: list(read_prompts(path, limit=limit)) for path in paths}
+    for index in range(limit):
+        for name, prompts in sets.items():
+            if index < len(prompts):
+                yield name, index, prompts[index]
+
+
+def summary(rows: Sequence[Measured]) -> dict[str, Any]:
+    """Figures of some prompts, per form."""
+    names = list(rows[0].runs)
+    runs = {name: [row.runs[name] for row in rows] for name in names}
+    speeds = {
+        name: sum(run.num_tokens for run in each) / sum(run.median for run in each) for name, each in runs.items()
+    }
+    bases = [name for name in ("plain", "plain-exact") if name in names]
+    plain = max(speeds[name] for name in bases)
+    reference = runs.get("plain-exact", runs["plain"])
     figures: dict[str, Any] = {}
-    for name, record in records.items():
-        stats = [result.stats for result in record.results]
-        decode = sum(one.decode_seconds for one in stats)
-        num_tokens = sum(sum(one.acceptance_lengths) for one in stats)
-        ratios = [ours / base for ours, base in zip(record.speeds(), by_prompt, strict=True)]
-        reasons: dict[str, int] = {}
-        for one in stats:
-            for reason, count in one.reasons.items():
-                reasons[reason] = reasons.get(reason, 0) + count
+    for name, each in runs.items():
+        seconds = sum(run.median for run in each)
+        ratios = [run.speed / max(row.runs[base].speed for base in bases) for row, run in zip(rows, each, strict=True)]
         figures[name] = {
-            "tokens_per_second": record.speed,
-            "over_plain": record.speed / plain,
-            "over_fixed": record.speed / records["fixed"].speed if "fixed" in records else None,
+            "tokens_per_second": speeds[name],
+            "over_plain": speeds[name] / plain,
+            "over_fixed": speeds[name] / speeds["fixed"] if "fixed" in speeds else None,
             "slowest_prompt_over_plain": min(ratios),
-            "acceptance_length": num_tokens / sum(one.num_rounds for one in stats),
-            "overhead_share": sum(one.overhead_seconds for one in stats) / decode,
-            "draft_share": sum(one.draft_seconds for one in stats) / decode,
-            "same_tokens": sum(
-                ours.token_ids == theirs.token_ids for ours, theirs in zip(record.results, reference, strict=True)
-            ),
-            "num_prompts": len(stats),
-            "rounds_by_choice": reasons,
+            "acceptance_length": sum(run.num_tokens for run in each) / sum(run.num_rounds for run in each),
+            "overhead_share": sum(run.overhead_share * run.median for run in each) / seconds,
+            "draft_share": sum(run.draft_share * run.median for run in each) / seconds,
+            "same_tokens": sum(run.tokens == theirs.tokens for run, theirs in zip(each, reference, strict=True)),
+            "num_prompts": len(rows),
         }
     return figures
 
@@ -150,24 +186,28 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--json", type=Path, help="write the record here as well")
+    parser.add_argument(
+        "--out", type=Path, help="JSONL record, read and continued if it exists (with the same options)"
+    )
     options = parser.parse_args()
     forms = [form for form in FORMS if form.name in options.forms.split(",")]
+    known: list[Measured] = []
+    if options.out is not None and options.out.exists():
+        known = [Measured.read(line) for line in options.out.read_text().splitlines()]
+    rows = {(row.dataset, row.index): row for row in known}
     engine = load(options.target, options.draft, dtype=options.dtype, num_threads=options.threads)
     engine.generate("Hello", SamplingParams(max_new_tokens=16))
-    together = {form.name: Record() for form in forms}
-    figures: dict[str, Any] = {}
+    for dataset, index, prompt in prompts_in_turn(options.sets, options.limit):
+        if (dataset, index) in rows:
+            continue
+        row = rows[dataset, index] = Measured(dataset, index, measure(engine, prompt, forms, options))
+        if options.out is not None:
+            with options.out.open("a") as file:
+                file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+    told = [row for row in rows.values() if row.runs["plain"].num_rounds >= options.least]
     for path in options.sets:
-        records = measure(engine, path, forms, options)
-        figures[path.stem] = summary(records)
-        show(path.stem, figures[path.stem])
-        for name, record in records.items():
-            together[name].seconds += record.seconds
-            together[name].results += record.results
-    figures["all"] = summary(together)
-    show("all sets", figures["all"])
-    if options.json is not None:
-        options.json.write_text(json.dumps({"options": vars(options), "figures": figures}, default=str, indent=1))
+        show(path.stem, summary([row for row in told if row.dataset == path.stem]))
+    show("all sets", summary(told))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ LEAST_SWEEPS = 2
 SLOW_SECONDS = 6.0
 """Then the times of warming up are taken: noise of milliseconds does not matter among forwards of seconds."""
 
-KERNELS = 2
+KERNELS = 3
 """Raised whenever forwards of the same pair take another time than before: costs that were kept then are void."""
 MOST_KEPT, DAYS_KEPT = 64, 90
 """Measurements that the cache keeps: of the pairs used last, and not longer unused than so many days."""
