@@ -4,7 +4,8 @@ For every prompt all forms run in turn, several times over (ABAB ...), so that w
 them alike; a form's time on a prompt is its median. The first prompt of every set comes before the second of any.
 Prints per set and in all: tokens per second, the ratio to the faster plain form and to the fixed full-block chain, the
 acceptance length, the share of overhead, the slowest prompt, and whether the tokens are those of bit-exact plain
-decoding. `--out FILE` keeps a line per prompt; what stands there is not measured again. Run it alone on a quiet
+decoding (of plain decoding, where that is not among the forms: near-ties may then differ). `--out FILE` keeps a line
+per prompt behind one that says what was measured; what stands there is not measured again. Run it alone on a quiet
 machine.
 """
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash import Drafting, Engine, Result, SamplingParams, load
+from dflash import Drafting, Engine, Result, SamplingParams, __version__, load
 from dflash.prepare.prompts import Conversation, read_prompts
 
 
@@ -66,12 +67,13 @@ class Run:
     def of(seconds: list[float], result: Result) -> Run:
         """`result`: of the last repeat."""
         stats = result.stats
+        decode = stats.decode_seconds or 1.0  # no round where the first token ended the answer
         return Run(
             [round(one, 4) for one in seconds],
             sum(stats.acceptance_lengths),
             stats.num_rounds,
-            round(stats.draft_seconds / stats.decode_seconds, 4),
-            round(stats.overhead_seconds / stats.decode_seconds, 4),
+            round(stats.draft_seconds / decode, 4),
+            round(stats.overhead_seconds / decode, 4),
             dict(stats.reasons),
             hashlib.sha256(json.dumps(result.token_ids).encode()).hexdigest()[:16],
         )
@@ -97,7 +99,7 @@ class Measured:
 
     @staticmethod
     def read(line: str) -> Measured:
-        """What `write` wrote."""
+        """A line as `main` writes it."""
         row = json.loads(line)
         return Measured(row["dataset"], row["index"], {name: Run(**run) for name, run in row["runs"].items()})
 
@@ -190,24 +192,54 @@ def main() -> None:
         "--out", type=Path, help="JSONL record, read and continued if it exists (with the same options)"
     )
     options = parser.parse_args()
-    forms = [form for form in FORMS if form.name in options.forms.split(",")]
-    known: list[Measured] = []
-    if options.out is not None and options.out.exists():
-        known = [Measured.read(line) for line in options.out.read_text().splitlines()]
-    rows = {(row.dataset, row.index): row for row in known}
+    forms = chosen_forms(parser, options)
     engine = load(options.target, options.draft, dtype=options.dtype, num_threads=options.threads)
+    what = {name: value for name, value in vars(options).items() if name not in ("out", "limit", "sets", "least")}
+    what |= {"version": __version__, "device": engine.info.device, "dtype": engine.info.dtype}
+    rows = known_rows(parser, options.out, what)
     engine.generate("Hello", SamplingParams(max_new_tokens=16))
+    told: list[Measured] = []
     for dataset, index, prompt in prompts_in_turn(options.sets, options.limit):
-        if (dataset, index) in rows:
-            continue
-        row = rows[dataset, index] = Measured(dataset, index, measure(engine, prompt, forms, options))
-        if options.out is not None:
-            with options.out.open("a") as file:
-                file.write(json.dumps(dataclasses.asdict(row)) + "\n")
-    told = [row for row in rows.values() if row.runs["plain"].num_rounds >= options.least]
+        row = rows.get((dataset, index))
+        if row is None:
+            row = Measured(dataset, index, measure(engine, prompt, forms, options))
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+        if row.runs["plain"].num_rounds >= options.least:
+            told.append(row)
     for path in options.sets:
-        show(path.stem, summary([row for row in told if row.dataset == path.stem]))
-    show("all sets", summary(told))
+        if of_set := [row for row in told if row.dataset == path.stem]:
+            show(path.stem, summary(of_set))
+    if told:
+        show("all sets", summary(told))
+
+
+def chosen_forms(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Form]:
+    """The forms by name; ends the command where they, or the sets, cannot be measured."""
+    names = options.forms.split(",")
+    if unknown := sorted({*names} - {form.name for form in FORMS}):
+        parser.error(f"--forms: there is no {unknown[0]}; choose of {', '.join(form.name for form in FORMS)}")
+    if "plain" not in names:
+        parser.error("--forms needs plain, which all others are divided by")
+    if len({path.stem for path in options.sets}) < len(options.sets):
+        parser.error("two of the sets have the same name")
+    return [form for form in FORMS if form.name in names]
+
+
+def known_rows(
+    parser: argparse.ArgumentParser, out: Path | None, what: dict[str, Any]
+) -> dict[tuple[str, int], Measured]:
+    """What stands in the record already, by set and index; a new record gets its first line. Ends the command where
+    another measurement is kept there."""
+    if out is None:
+        return {}
+    if not out.exists():
+        out.write_text(json.dumps(what) + "\n")
+    first, *lines = out.read_text().splitlines()
+    if json.loads(first) != what:
+        parser.error(f"{out} keeps another measurement; give a new file")
+    return {(row.dataset, row.index): row for row in map(Measured.read, lines)}
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from dflash.backends.torch.exactness import probe
 from dflash.backends.torch.joining import join_and_pack
-from dflash.backends.torch.key_lengths import AttentionShape, attention_shapes
+from dflash.backends.torch.key_lengths import AttentionShape, attention_shapes, measured_lengths
 from dflash.backends.torch.states.sliding import PAGE
 from dflash.backends.torch.target import TorchTarget
 from dflash.core.exactness import find_width_class
+from dflash.core.key_lengths import BLOCK
 from dflash.types import Proposal, Verdict
 from tests.backends.architectures import ARCHITECTURES, model_of
 from tests.backends.tiny_targets import llama, qwen3, tokens
@@ -134,13 +135,14 @@ def test_no_number_of_keys_changes_a_bit(family: str, attention: str, dtype: tor
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("Llama", [AttentionShape(True, 2, 8, 8)]),
-        ("Gemma 4", [AttentionShape(True, 2, 8, 8), AttentionShape(True, 2, 512, 512)]),
-        ("DeepSeek-V3, Kimi-K2", [AttentionShape(True, 4, 16, 12)]),
-        ("Mamba-2", []),
+        ("Llama", ([AttentionShape(True, 2, 8, 8)], True)),
+        ("Gemma 2", ([AttentionShape(False, 4, 8, 8)], True)),
+        ("Gemma 4", ([AttentionShape(True, 2, 8, 8), AttentionShape(True, 2, 512, 512)], True)),
+        ("DeepSeek-V3, Kimi-K2", ([AttentionShape(True, 4, 16, 12)], True)),
+        ("Mamba-2", ([], False)),
     ],
 )
-def test_the_attention_that_runs_is_the_one_measured(family: str, expected: list[AttentionShape]) -> None:
+def test_the_attention_that_runs_is_the_one_measured(family: str, expected: tuple[list[AttentionShape], bool]) -> None:
     """Fault: numbers of keys are measured on heads of another width than the target's, as its configuration has it:
     layers of two widths, latent attention whose keys are wider than its values."""
     target = TorchTarget(model_of(family))
@@ -148,14 +150,21 @@ def test_the_attention_that_runs_is_the_one_measured(family: str, expected: list
     target.close()
 
 
-def test_eager_attention_is_seen() -> None:
-    """Fault: a model that attends by products of its own is measured by the fused kernel, or not at all."""
+def test_attention_of_another_make_gets_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: lengths measured on one layer's attention are taken for another's, which nobody saw."""
     model = llama()
-    model.set_attn_implementation("eager")
+    attend = model.get_decoder().layers[1].self_attn.forward
+
+    def by_sums_of_its_own(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return attend(*args, **kwargs)
+
+    monkeypatch.setattr(model.get_decoder().layers[1].self_attn, "forward", by_sums_of_its_own)
     target = TorchTarget(model)
-    shapes = attention_shapes(target)
-    assert shapes
-    assert not any(shape.is_fused for shape in shapes)
+    assert attention_shapes(target)[1] is False
+    lengths = measured_lengths(target)
+    assert lengths is not None
+    assert lengths.within == (BLOCK,)
     target.close()
 
 

@@ -193,6 +193,14 @@ MUTATIONS = (
     ),
     Mutation(
         "A10",
+        "a block behind the same text sums another number of keys in another order",
+        "core/key_lengths.py",
+        "found = [length for length in range(step, BLOCK + 1, step) if agrees(0, length) and agrees(BLOCK, length)]",
+        "found = [length for length in range(128, BLOCK + 1, 128) if agrees or length]",
+        ("core/test_key_lengths.py::test_lengths_whose_sums_agree_are_found",),
+    ),
+    Mutation(
+        "A10",
         "one guess too many is accepted",
         "core/tree.py",
         "while len(path) <= len(tokens) and tokens[len(path) - 1] == token:",

@@ -99,6 +99,8 @@ TABLE: dict[str, Row] = {
             "backends/test_conformance.py::test_random_and_trained_drafts_change_nothing",
             "backends/test_conformance.py::test_adversarial_draft_changes_nothing",
             "backends/test_conformance.py::test_bf16_is_exact_where_the_probe_says_so",
+            "backends/test_exactness.py::test_no_number_of_keys_changes_a_bit",
+            "core/test_key_lengths.py::test_lengths_whose_sums_agree_are_found",
             "backends/test_draft_networks.py::test_every_kind_decodes_losslessly",
             "audit/test_texts.py::test_verdicts",
             "audit/test_audit.py::test_an_acceptor_that_takes_one_too_many_is_caught",

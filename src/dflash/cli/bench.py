@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dflash.__main__ import EXIT_INTERRUPTED
 from dflash.cli.bench_options import MeasuringOptions, QuestionOptions, RecordOptions, ServerOptions
 from dflash.cli.errors import say
 from dflash.cli.options import DEFAULT_TARGET, ModelOptions, with_options
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 EXIT_INCOMPLETE = 3
 """Requests failed, or the engine was gone before the end; what was measured is kept."""
-EXIT_INTERRUPTED = 130
 UNWRAPPED = 200
 """Columns of a table that goes to a file or a pipe."""
 _SERVERS = ("openai", "vllm", "sglang")

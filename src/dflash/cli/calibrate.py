@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,12 +19,21 @@ from dflash.cli.session import open_engine
 from dflash.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.table import Table
 
     from dflash.core.calibration import Curves, Times
     from dflash.core.cost import CostCurve
     from dflash.core.engine import Engine
     from dflash.types import Drafting, Round, Stats
+
+MOST_TOKENS = 128
+"""Of an answer that predictions are compared with."""
+PAUSES = 4
+"""Measurements within an answer, one of them before its first token; so many make a median."""
+SLOW_SECONDS = 5.0
+"""Where a single one takes longer, there is one per answer."""
 
 
 @with_options
@@ -77,8 +87,8 @@ def calibrate(
 def _measured(engine: Engine, seconds: float, limit: int) -> tuple[Times, list[dict[str, Any]]]:
     """All times, and the tokens per second that they predict for answers beside the measured ones.
 
-    Sweeps and answers take turns, so that a machine whose pace drifts does so for both: an answer's rounds are
-    predicted from the sweeps just before and just behind it.
+    An answer pauses every few tokens for a sweep, and its rounds are predicted from these alone, so that a machine
+    whose pace drifts does so for both.
     """
     from dflash.core.calibration import measure
     from dflash.core.cost import CostTracker
@@ -95,18 +105,19 @@ def _measured(engine: Engine, seconds: float, limit: int) -> tuple[Times, list[d
             engine.device(),
             exact=engine.info.exact,
             max_rows=engine.max_rows,
-            seconds=seconds / (1 + len(answers)),
+            seconds=seconds / (1 + len(answers) * PAUSES),
         )
 
-    last = times = swept()
+    started = time.perf_counter()
+    times = swept()
+    pauses = PAUSES if time.perf_counter() - started < SLOW_SECONDS else 1
     engine.memory = Memory(CostTracker(*times.curves()))
     compared = []
     for prompt, form in answers:
-        rounds, stats = _answered(engine, prompt.opening(), forms[form])
-        before, last = last, swept()
-        times += last
+        rounds, stats, beside = _answered(engine, prompt.opening(), forms[form], swept, pauses)
+        times += beside
         if stats is not None:
-            predicted = _predicted(rounds, stats, (before + last).curves(), forms[form])
+            predicted = _predicted(rounds, stats, beside.curves(), forms[form])
             compared.append(
                 {
                     "prompt": prompt.id,
@@ -118,16 +129,23 @@ def _measured(engine: Engine, seconds: float, limit: int) -> tuple[Times, list[d
     return times, compared
 
 
-def _answered(engine: Engine, prompt: Any, drafting: Drafting | None) -> tuple[list[Round], Stats | None]:
-    """The rounds of an answer and its figures; None where it had no round behind the prefill."""
+def _answered(
+    engine: Engine, prompt: Any, drafting: Drafting | None, swept: Callable[[], Times], pauses: int
+) -> tuple[list[Round], Stats | None, Times]:
+    """The rounds of an answer; its figures, None where it had no round behind the prefill; and the times of forwards
+    between its rounds, where its own clock stands still."""
     from dflash.types import SamplingParams
 
-    rounds, stats = [], None
-    params = SamplingParams(max_new_tokens=128)
+    rounds, stats, times, num_swept = [], None, swept(), 1
+    params = SamplingParams(max_new_tokens=MOST_TOKENS)
     for event in engine.stream(prompt, params, use_draft=drafting is not None, drafting=drafting):
         rounds.append(event.round)
         stats = event.stats
-    return rounds[1:], stats if len(rounds) > 1 else None
+        if num_swept < pauses and stats.num_tokens >= num_swept * MOST_TOKENS // pauses:
+            times, num_swept = times + swept(), num_swept + 1
+    for _ in range(num_swept, pauses):  # a short answer
+        times += swept()
+    return rounds[1:], stats if len(rounds) > 1 else None, times
 
 
 def _predicted(rounds: list[Round], stats: Stats, curves: Curves, drafting: Drafting | None) -> float:

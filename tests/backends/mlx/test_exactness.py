@@ -13,6 +13,7 @@ import mlx.nn as nn  # noqa: E402
 
 from dflash.backends.mlx import exactness  # noqa: E402
 from dflash.backends.mlx.exactness import probe  # noqa: E402
+from dflash.backends.mlx.target import MLXTarget  # noqa: E402
 from tests.backends.mlx.families import FAMILIES, MAX_LENGTH  # noqa: E402
 
 NUDGE = 1e-5
@@ -39,14 +40,27 @@ def test_rows_that_depend_on_their_neighbours_are_noticed() -> None:
     assert not found.holds or "tokens beside it" in broken.reason
 
 
-def test_sums_that_depend_on_every_number_of_keys_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: a kernel that sums 256 keys in another order than 384 is called exact, since the probe's text is short."""
+@pytest.mark.parametrize(("odd", "expected"), [(256, (128, 384, 512)), (512, None)])
+def test_numbers_of_keys_whose_sums_differ_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, odd: int, expected: tuple[int, ...] | None
+) -> None:
+    """Fault: a kernel that sums 256 keys in another order than 384 is called exact, since the probe's text is short, or
+    decoding asks for 256 all the same; or one whose whole blocks differ is called exact."""
     attend = exactness._attention(mx.float32)
 
     def nudged(seen: int, num_keys: int) -> Any:
-        return attend(seen, num_keys) + NUDGE * (num_keys == 256)
+        return attend(seen, num_keys) + NUDGE * (num_keys == odd)
 
     monkeypatch.setattr(exactness, "_attention", lambda dtype: nudged)
-    found = probe(FAMILIES["Llama"].build(), max_length=MAX_LENGTH, max_width=16)
-    assert not found.holds
-    assert "how many keys" in found.reason
+    model: Any = FAMILIES["Llama"].build()
+    found = probe(model, max_length=MAX_LENGTH, max_width=16)
+    if expected is None:
+        assert not found.holds
+        assert "how many keys" in found.reason
+        return
+    assert found.key_lengths.within == expected
+    target = MLXTarget(model, max_length=MAX_LENGTH, exact_width=found.width, key_lengths=found.key_lengths)
+    cache: Any = target.session()._cache
+    cache.begin(200, exact=True)
+    assert {layer._seen() for layer in cache.layers} == {(0, 384)}
+    target.close()

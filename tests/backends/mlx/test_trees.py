@@ -191,7 +191,7 @@ def test_masks_of_chains_are_the_definition() -> None:
             state: Any = cache.layers[0]
             state.window = window
             cache.span.start = start
-            cache.begin(num_rows, buckets=exact)
+            cache.begin(num_rows, exact=exact)
             first, end = state._seen()
             mask = np.array(state.make_mask(num_rows, return_array=True)[0, 0])
             expected = keys_seen(start, num_rows, Proposal((0,) * (num_rows - 1)), range(first, end), window)

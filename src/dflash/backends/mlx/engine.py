@@ -37,6 +37,7 @@ from dflash.core.eagle3_config import tap_findings
 from dflash.core.engine import Engine
 from dflash.core.engine_info import EngineInfo
 from dflash.core.exactness import PROBED_WIDTH, WIDEST_ON_DEVICES, WidthClass
+from dflash.core.key_lengths import BUCKETS
 from dflash.core.language_model import check_same_tokens
 from dflash.core.memory import Memory
 from dflash.core.opening import Opening, check_options, open_pair
@@ -128,6 +129,7 @@ def _put_together(
         max_length=loaded.max_length,
         taps=pair.config.target_layer_ids if pair.config else (),
         exact_width=exactness.width if exactness else 1,
+        key_lengths=exactness.key_lengths if exactness else BUCKETS,
         kv_bits=kv_bits,
     )
     opened.callback(shared.close)

@@ -15,11 +15,15 @@ from dflash.backends.mlx.compat import activation_dtype
 from dflash.backends.mlx.states.base import BUCKET
 from dflash.backends.mlx.target import MLXTarget
 from dflash.core.exactness import WidthClass, find_width_class
-from dflash.core.key_lengths import BLOCK, BUCKETS, Attend, find_key_lengths
+from dflash.core.key_lengths import BLOCK, Attend, find_key_lengths
 
 MAX_WIDTH = 32
-HEAD_DIM, NUM_ROWS = 64, 4
+HEAD_DIM = 64
 """Of the attention that numbers of keys are compared with."""
+WIDTHS = (1, 16)
+"""Rows of the forwards whose sums are compared: a plain step's and a block's."""
+STEP = 32
+"""Keys within which values cancel."""
 
 
 def probe(
@@ -39,12 +43,13 @@ def probe(
     """
     assert max_width >= max(2, block_size)
     lengths = find_key_lengths(_attention(activation_dtype(model)), _same, BUCKET)
-    if lengths != BUCKETS:
+    if lengths is None:
         return WidthClass(False, 1, (), "attention's sums depend on how many keys it gets.")
-    target = MLXTarget(model, max_length=max_length, kv_bits=kv_bits)
+    target = MLXTarget(model, max_length=max_length, kv_bits=kv_bits, key_lengths=lengths)
     session = target.session(exact=True)
     try:
         found = find_width_class(session, target.vocab_size, min(max_width, max_length // 3), block_size, _same)
+        found = dataclasses.replace(found, key_lengths=lengths)
     finally:
         session.close()
         target.close()
@@ -57,16 +62,31 @@ def probe(
 def _attention(dtype: mx.Dtype) -> Attend:
     """Attention of a few fixed rows of a usual width, all of which see the first keys. Quantised keys (`kv_bits`) are
     left to the probe's own forwards."""
-    shapes = (NUM_ROWS, 3 * BLOCK, 3 * BLOCK)
-    query, key, value = (
-        mx.random.normal((1, 1, num_rows, HEAD_DIM), dtype, key=mx.random.key(seed))
-        for seed, num_rows in enumerate(shapes)
-    )
+
+    def normal(seed: int, *shape: int) -> mx.array:
+        return mx.random.normal(shape, key=mx.random.key(seed))
+
+    # The second half of every step has the first one's keys and its values with the other sign. What is left of a sum
+    # is the error of its order, which rounding to a short dtype would hide in a sum of some size.
+    halves = (1, 3 * BLOCK // STEP, STEP // 2)
+    half_keys, half_values = normal(0, *halves, HEAD_DIM), normal(1, *halves, HEAD_DIM) * 2 ** normal(2, *halves, 1)
+    key = mx.concatenate([half_keys, half_keys], axis=2).reshape(1, 1, 3 * BLOCK, HEAD_DIM).astype(dtype)
+    value = mx.concatenate([half_values, -half_values], axis=2).reshape(1, 1, 3 * BLOCK, HEAD_DIM).astype(dtype)
+    query = normal(3, 1, 1, max(WIDTHS), HEAD_DIM).astype(dtype)
 
     def attend(seen: int, num_keys: int) -> mx.array:
-        mask = mx.broadcast_to(mx.arange(num_keys) < seen, (1, 1, NUM_ROWS, num_keys))
-        keys, values = key[:, :, :num_keys], value[:, :, :num_keys]
-        return mx.fast.scaled_dot_product_attention(query, keys, values, scale=HEAD_DIM**-0.5, mask=mask)
+        keys, values, mask = key[:, :, :num_keys], value[:, :, :num_keys], mx.arange(num_keys) < seen
+        rows = [
+            mx.fast.scaled_dot_product_attention(
+                query[:, :, :width],
+                keys,
+                values,
+                scale=HEAD_DIM**-0.5,
+                mask=mx.broadcast_to(mask, (1, 1, width, num_keys)),
+            )
+            for width in WIDTHS
+        ]
+        return mx.concatenate(rows, axis=2)
 
     return attend
 

@@ -17,6 +17,7 @@ from dflash.backends.mlx.states.base import LayerState, Span
 from dflash.backends.mlx.states.hybrid import HybridState
 from dflash.backends.mlx.states.keyvalue import KeyValueState, QuantizedKeyValueState
 from dflash.backends.mlx.states.recurrent import RecurrentState
+from dflash.core.key_lengths import BUCKETS, KeyLengths
 from dflash.core.tree import is_prefix, row_positions
 from dflash.errors import UnsupportedModel
 from dflash.types import Proposal
@@ -55,14 +56,22 @@ def _state(span: Span, native: Any, kv_bits: int | None) -> LayerState:
 class SessionCache:
     """All layers' states; `layers` is what mlx-lm's models take as their cache."""
 
-    def __init__(self, natives: Sequence[Any], kv_bits: int | None = None, *, counted_on: bool = False) -> None:
+    def __init__(
+        self,
+        natives: Sequence[Any],
+        kv_bits: int | None = None,
+        *,
+        counted_on: bool = False,
+        lengths: KeyLengths = BUCKETS,
+    ) -> None:
         """
         Args:
             natives: the caches that mlx-lm would use for this model, checked by `check_states`.
             kv_bits: quantise keys and values of the whole context to so many bits; windows stay as they are.
             counted_on: of `RowPositions`.
+            lengths: numbers of keys that attention gets in exact mode.
         """
-        self.span = Span()
+        self.span = Span(lengths=lengths)
         self._counted_on = counted_on
         self.layers = [_state(self.span, native, kv_bits) for native in natives]
 
@@ -91,18 +100,18 @@ class SessionCache:
         assert self.rewinds and 0 <= num_tokens <= self.num_tokens
         self.span.start, self.span.num_rows = num_tokens, 0
 
-    def begin(self, num_rows: int, *, buckets: bool, tree: Proposal | None = None) -> None:
+    def begin(self, num_rows: int, *, exact: bool, tree: Proposal | None = None) -> None:
         """Prepare a forward of `num_rows` rows behind the committed ones; what the last one fed and nobody committed is
         forgotten.
 
         Args:
-            buckets: attention gets whole buckets of keys, the unused ones masked.
+            exact: attention gets one of `lengths` keys, the unused ones masked.
             tree: what the first rows are, if not a chain.
         """
         span = self.span
         if span.num_rows:
             self.commit(())
-        span.num_rows, span.in_buckets, span.tree = num_rows, buckets, tree
+        span.num_rows, span.exact, span.tree = num_rows, exact, tree
         span.positions = None
         if tree is not None:
             positions = row_positions(span.start, num_rows, tree)
@@ -140,7 +149,7 @@ class SessionCache:
         return [one for layer in self.layers for one in layer.arrays()]
 
     def return_at_least(self, num_keys: int) -> None:
-        """From now on return at least `num_keys` keys where whole buckets are returned (the probe's test)."""
+        """From now on return at least `num_keys` keys in exact mode (the probe's test)."""
         self.span.least_keys = num_keys
 
     def free(self) -> None:

@@ -22,6 +22,7 @@ from dflash.backends.mlx.positions import RowRopes
 from dflash.backends.mlx.state import SessionCache, check_states, layer_kinds, widest_window
 from dflash.backends.mlx.taps import LayerRecorder
 from dflash.backends.mlx.tokens import DeviceTokens
+from dflash.core.key_lengths import BUCKETS, KeyLengths
 from dflash.core.pair import TargetShape, check_prompt, check_taps
 from dflash.types import Proposal, Verdict
 
@@ -44,6 +45,7 @@ class MLXTarget:
         layer_kinds: mlx-lm's class of each layer's cache.
         widest_window: tokens of the widest attention window; None if all layers see everything.
         exact_width: least number of rows of a decoding forward in exact mode.
+        key_lengths: numbers of keys that attention gets in exact mode.
         fast_rollback: feed kept rows again only to recurrent layers; False: to the whole model, the reference.
     """
 
@@ -54,6 +56,7 @@ class MLXTarget:
         max_length: int,
         taps: Sequence[int] = (),
         exact_width: int = 1,
+        key_lengths: KeyLengths = BUCKETS,
         prefill_chunk: int = 512,
         kv_bits: int | None = None,
         fast_rollback: bool = True,
@@ -64,6 +67,7 @@ class MLXTarget:
             max_length: context limit (loading.py reads it; mlx-lm's models do not keep it).
             taps: layer ids whose outputs make up the features, in this order.
             exact_width: `WidthClass.width` of exactness.probe.
+            key_lengths: `WidthClass.key_lengths` of it.
             prefill_chunk: most rows of one prefill forward.
             kv_bits: quantise keys and values of full attention layers to 4 or 8 bits.
 
@@ -80,6 +84,7 @@ class MLXTarget:
         self.num_layers = len(layers)
         self.taps = tuple(taps)
         self.exact_width = exact_width
+        self.key_lengths = key_lengths
         self.prefill_chunk = prefill_chunk
         self.kv_bits = kv_bits
         self.fast_rollback = fast_rollback
@@ -160,6 +165,7 @@ class MLXTarget:
             max_length=self.max_length,
             taps=taps,
             exact_width=exact_width or self.exact_width,
+            key_lengths=self.key_lengths,
             kv_bits=self.kv_bits,
             fast_rollback=self.fast_rollback,
         )
@@ -180,7 +186,7 @@ class MLXTargetSession:
         self._exact = exact
         self._features = features and bool(target.taps)
         self._least_width = target.exact_width if exact else 1
-        self._cache = _fresh_cache(target.model, target.kv_bits)
+        self._cache = _fresh_cache(target.model, target.kv_bits, target.key_lengths)
         self._fed = mx.array([], dtype=mx.int32)  # ids of the last verify, padding included
         self._num_fed = 0  # rows of the last verify that nobody has committed yet
         self._rounds = 0
@@ -237,7 +243,7 @@ class MLXTargetSession:
         logits: mx.array | None = None
         starts = [*range(0, last, self._target.prefill_chunk), last]
         for start, end in zip(starts, [*starts[1:], last + 1], strict=True):
-            cache.begin(end - start, buckets=False)
+            cache.begin(end - start, exact=False)
             logits, features = self._forward(ids[start:end])
             cache.commit(range(end - start))
             if features is not None:
@@ -253,7 +259,7 @@ class MLXTargetSession:
         """Feed and commit a few token ids [rows] that the device may still be computing; logits [V] of the last one.
         Nothing is waited for."""
         assert 0 < self._cache.num_tokens + len(ids) <= self.max_length, "extend needs room in the context"
-        self._cache.begin(len(ids), buckets=False)
+        self._cache.begin(len(ids), exact=False)
         logits, _ = self._forward(ids)
         self._cache.commit(range(len(ids)))
         self._num_fed = 0
@@ -276,7 +282,7 @@ class MLXTargetSession:
         )
         padding = [anchor] * (self._least_width - num_fed)
         ids = mx.concatenate([mx.array([anchor]), drafted, mx.array(padding, dtype=mx.int32)])
-        cache.begin(len(ids), buckets=self._exact, tree=tree)
+        cache.begin(len(ids), exact=self._exact, tree=tree)
         logits, features = self._forward(ids)
         self._fed, self._num_fed = ids, num_fed
         mx.async_eval(logits)
@@ -299,7 +305,7 @@ class MLXTargetSession:
 
     def _refeed(self, num_rows: int) -> None:
         """Feed the first rows of the last forward again: the reference for states that cannot keep a part."""
-        self._cache.begin(num_rows, buckets=self._exact)
+        self._cache.begin(num_rows, exact=self._exact)
         self._target.model(self._fed[None, :num_rows], cache=self._cache.layers)
 
     def _forward(self, ids: mx.array) -> tuple[mx.array, mx.array | None]:
@@ -312,9 +318,9 @@ class MLXTargetSession:
         return logits[0], features
 
 
-def _fresh_cache(model: nn.Module, kv_bits: int | None) -> SessionCache:
+def _fresh_cache(model: nn.Module, kv_bits: int | None, lengths: KeyLengths = BUCKETS) -> SessionCache:
     counted_on = compat.offset_use(model) == "counts on"
-    return SessionCache(compat.layer_caches(model), kv_bits, counted_on=counted_on)
+    return SessionCache(compat.layer_caches(model), kv_bits, counted_on=counted_on, lengths=lengths)
 
 
 def _trial(model: nn.Module, kv_bits: int | None) -> str | None:
@@ -326,7 +332,7 @@ def _trial(model: nn.Module, kv_bits: int | None) -> str | None:
         if not layer.supports_trees:
             kinds = " and ".join(type(part).__name__ for part in getattr(native, "caches", (native,)))
             return f"a layer of {name} keeps its state in {kinds}, which sums up all rows"
-    cache.begin(4, buckets=False, tree=tree)
+    cache.begin(4, exact=False, tree=tree)
     try:
         model(mx.zeros((1, 4), dtype=mx.int32), cache=cache.layers)
     except _MISUSE as error:

@@ -23,7 +23,9 @@ STEP = 32
 STEP_ON_DEVICES = 128
 """Where it does not, and shapes should seldom change."""
 MOST_HEADS = 2
-"""Key/value heads of the test. A single one may be summed by all threads together, two and more never are."""
+"""Key/value heads of the test. On CPUs each is summed by one thread, unless there is only one."""
+SEEN_KEYS = 384
+"""Keys of the forward that is watched: no width of a head, so that products with keys and with values differ."""
 WIDTHS = (1, 16)
 """Rows of the forwards whose sums are compared: a plain step's and a block's."""
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
@@ -42,30 +44,31 @@ class AttentionShape(NamedTuple):
 def measured_lengths(target: TorchTarget) -> KeyLengths | None:
     """The numbers of keys that exact forwards of `target` may get; None if no set of them gives the same bits. Takes
     two forwards and some hundredths of a second."""
-    shapes = attention_shapes(target)
-    if not shapes:
-        return KeyLengths((BLOCK,))  # of a kind that is not seen: the fewest lengths, which the probe's forwards try
+    shapes, all_seen = attention_shapes(target)
     step = STEP if target.device.type == "cpu" else STEP_ON_DEVICES
-    allowed: set[int] | None = None
+    # Of attention that is not seen, only whole blocks: the fewest lengths, which the probe's own forwards must do for.
+    allowed = set(range(step, BLOCK + 1, step)) if all_seen else {BLOCK}
     for shape in shapes:
         found = find_key_lengths(RandomAttention(target, shape), torch.equal, step)
         if found is None:
             return None
-        allowed = set(found.within) if allowed is None else allowed & set(found.within)
-    assert allowed
+        allowed &= set(found.within)
     return KeyLengths(tuple(sorted(allowed)))
 
 
-def attention_shapes(target: TorchTarget) -> list[AttentionShape]:
-    """The different attentions that a decoding forward of `target` computes over its keys, seen in one."""
+def attention_shapes(target: TorchTarget) -> tuple[list[AttentionShape], bool]:
+    """The different attentions that a decoding forward of `target` computes over its keys, seen in one; and whether
+    there was one for every layer that keeps keys."""
     session = target.session(exact=True, features=False)
+    session.return_at_least(SEEN_KEYS)
     try:
         session.prefill([0])
         with _Watch() as watch:
             session.verify(0, Proposal())
     finally:
         session.close()
-    return sorted(watch.shapes)
+    num_layers = sum(spec.mask is not None and spec.state != "DummyLayer" for spec in target.layer_specs)
+    return sorted(watch.shapes), 0 < num_layers <= watch.num_seen
 
 
 class _Watch(TorchFunctionMode):
@@ -74,6 +77,8 @@ class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.shapes: set[AttentionShape] = set()
+        self.num_seen = 0
+        self._key_width = 0  # of the scores seen last
 
     def __torch_function__(
         self,
@@ -82,13 +87,22 @@ class _Watch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            _, key, value = args[:3]
-            self.shapes.add(AttentionShape(True, key.shape[1], key.shape[3], value.shape[3]))
-        elif func in _PRODUCTS and args[1].dim() == 4 and args[1].shape[2] >= 2 * STEP:
-            value = args[1]  # or the keys of scores, whose width then passes for a number of keys: tried in vain
-            self.shapes.add(AttentionShape(False, value.shape[1], STEP, value.shape[3]))
-        return func(*args, **(kwargs or {}))
+            named = dict(zip(("query", "key", "value"), args, strict=False)) | {**kwargs}
+            self._saw(True, named["key"].shape, named["value"].shape)
+        elif func in _PRODUCTS and len(args) == 2 and args[1].dim() == 4:
+            shape = args[1].shape
+            if shape[2] == SEEN_KEYS:
+                self._saw(False, (*shape[:3], self._key_width or shape[3]), shape)
+            elif shape[3] == SEEN_KEYS:
+                self._key_width = shape[2]
+        return func(*args, **kwargs)
+
+    def _saw(self, is_fused: bool, key: Sequence[int], value: Sequence[int]) -> None:
+        """Attention over keys and values of these shapes, [B, kv_heads, keys, width]."""
+        self.num_seen += 1
+        self.shapes.add(AttentionShape(is_fused, key[1], key[3], value[3]))
 
 
 class RandomAttention:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from dflash.backends.mlx.positions import RowPositions
+from dflash.core.key_lengths import BUCKETS, KeyLengths
 from dflash.types import Proposal
 
 BUCKET = 128
-"""In exact mode attention gets a multiple of this many keys, the unused ones masked (docs/exactness.md)."""
+"""Storage grows in whole buckets of so many keys."""
 
 
 @dataclass(slots=True)
@@ -28,14 +29,16 @@ class Span:
     """First row written = committed length = position of the anchor."""
     num_rows: int = 0
     """Rows fed, padding included."""
-    in_buckets: bool = False
-    """Whether the running forward gets whole buckets of keys."""
+    exact: bool = False
+    """Whether the running forward gets one of `lengths`, the unused keys masked."""
+    lengths: KeyLengths = BUCKETS
+    """Numbers of keys that attention gets in exact mode, all multiples of the bucket."""
     tree: Proposal | None = None
     """What the running forward feeds, if that is a tree."""
     positions: RowPositions | None = None
     """Of a tree's rows, padding included."""
     least_keys: int = 0
-    """Keys that are returned at least when whole buckets are (the probe's test)."""
+    """Keys that are returned at least in exact mode (the probe's test)."""
 
 
 class LayerState(ABC):

@@ -58,7 +58,7 @@ class KeyValueState(LayerState):
         first, end = self._seen()
         if self.span.tree is not None:
             return mx.array(keys_seen(start, N, self.span.tree, range(first, end), window))[None, None]
-        if not self.span.in_buckets and (window is None or start + N - first <= window):
+        if not self.span.exact and (window is None or start + N - first <= window):
             if N == 1:
                 return None
             if not return_array:
@@ -107,11 +107,11 @@ class KeyValueState(LayerState):
         span = self.span
         first = 0 if self.window is None else max(0, span.start - self.window + 1)
         end = span.start + span.num_rows
-        if not span.in_buckets:
+        if not span.exact:
             return first, end
         # A row's place among the keys must not depend on where its forward began, so windows too start at a bucket.
         first = first // BUCKET * BUCKET
-        return first, first + -(-max(end - first, span.least_keys) // BUCKET) * BUCKET
+        return first, first + span.lengths.least(max(end - first, span.least_keys))
 
     def _sliced(self, first: int, end: int) -> tuple[Stored, Stored]:
         assert self.keys is not None and self.values is not None
