@@ -70,8 +70,6 @@ def calibrate(
         times, compared = _measured(engine, seconds, limit)
     verify, draft = times.curves()
     write_costs(costs_path(engine.info, engine.device(), engine.max_rows), verify, draft)
-    if plot is not None:
-        _plot(plot, verify)
     if as_json:
         record = {
             "verify": verify.to_json(),
@@ -82,6 +80,8 @@ def calibrate(
         typer.echo(json.dumps(record))
     else:
         _print(verify, draft, compared)
+    if plot is not None:  # last: a path that cannot be written costs no result
+        _plot(plot, verify)
 
 
 def _measured(engine: Engine, seconds: float, limit: int) -> tuple[Times, list[dict[str, Any]]]:
