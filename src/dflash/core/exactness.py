@@ -41,6 +41,10 @@ class WidthClass:
     """Numbers of keys that decoding forwards get."""
 
 
+LENGTHS_DIFFER = WidthClass(False, 1, (), "attention's sums depend on how many keys it gets.")
+"""Where `find_key_lengths` finds none."""
+
+
 class ProbedSession(Protocol):
     """What the probe uses of a target's session in exact mode."""
 

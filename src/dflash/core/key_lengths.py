@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 
 BLOCK = 512
 """Keys that PyTorch's CPU attention takes at a time; lengths repeat with it."""
+WIDTHS = (1, 16)
+"""Rows of the forwards whose sums are compared: a plain step's and a block's."""
 Attend: TypeAlias = Callable[[int, int], Any]
 """Attention of fixed queries over fixed keys: (keys that every row sees, keys that the forward gets) -> rows."""
 

@@ -14,14 +14,12 @@ import mlx.nn as nn
 from dflash.backends.mlx.compat import activation_dtype
 from dflash.backends.mlx.states.base import BUCKET
 from dflash.backends.mlx.target import MLXTarget
-from dflash.core.exactness import WidthClass, find_width_class
-from dflash.core.key_lengths import BLOCK, Attend, find_key_lengths
+from dflash.core.exactness import LENGTHS_DIFFER, WidthClass, find_width_class
+from dflash.core.key_lengths import BLOCK, WIDTHS, Attend, find_key_lengths
 
 MAX_WIDTH = 32
 HEAD_DIM = 64
 """Of the attention that numbers of keys are compared with."""
-WIDTHS = (1, 16)
-"""Rows of the forwards whose sums are compared: a plain step's and a block's."""
 STEP = 32
 """Keys within which values cancel."""
 
@@ -44,7 +42,7 @@ def probe(
     assert max_width >= max(2, block_size)
     lengths = find_key_lengths(_attention(activation_dtype(model)), _same, BUCKET)
     if lengths is None:
-        return WidthClass(False, 1, (), "attention's sums depend on how many keys it gets.")
+        return LENGTHS_DIFFER
     target = MLXTarget(model, max_length=max_length, kv_bits=kv_bits, key_lengths=lengths)
     session = target.session(exact=True)
     try:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from dflash.backends.torch.key_lengths import measured_lengths
 from dflash.backends.torch.states.sliding import PAGE
 from dflash.backends.torch.target import TorchTarget
-from dflash.core.exactness import WidthClass, find_width_class, probe_rows, probe_text
+from dflash.core.exactness import LENGTHS_DIFFER, WidthClass, find_width_class, probe_rows, probe_text
 
 MAX_WIDTH = 32
 
@@ -49,7 +49,7 @@ def probe(model: PreTrainedModel, *, max_width: int = MAX_WIDTH, block_size: int
     try:
         lengths = measured_lengths(target)
         if lengths is None:
-            return WidthClass(False, 1, (), "attention's sums depend on how many keys it gets.")
+            return LENGTHS_DIFFER
         target.key_lengths = lengths
         session = target.session(exact=True)
         found = find_width_class(session, target.vocab_size, max_width, block_size, torch.equal)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from dflash.backends.torch.attention import AttentionForm, attend
 from dflash.backends.torch.target import TorchTarget
-from dflash.core.key_lengths import BLOCK, KeyLengths, find_key_lengths
+from dflash.core.key_lengths import BLOCK, WIDTHS, KeyLengths, find_key_lengths
 from dflash.types import Proposal
 
 STEP = 32
@@ -26,8 +26,6 @@ MOST_HEADS = 2
 """Key/value heads of the test. On CPUs each is summed by one thread, unless there is only one."""
 SEEN_KEYS = 384
 """Keys of the forward that is watched: no width of a head, so that products with keys and with values differ."""
-WIDTHS = (1, 16)
-"""Rows of the forwards whose sums are compared: a plain step's and a block's."""
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
